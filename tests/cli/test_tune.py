@@ -35,18 +35,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 DEVICE_OPTION = ["--device", DEVICE.type]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_notation():
+    for text, expected in (
         ("1024:8^5", [(1024, [(8, 8)] * 5)]),
         ("1024:8x16x32", [(1024, [(8, 8), (16, 16), (32, 32)])]),
         ("256:52>65x50>20", [(256, [(52, 65), (50, 20)])]),
         ("1:2>32^3x7", [(1, [(2, 32)] * 3 + [(7, 7)])]),
         ("4:8, 5:9 ,4:8", [(4, [(8, 8)]), (5, [(9, 9)])]),
-    ],
-)
-def test_notation(text, expected):
-    assert parse_shapes(text) == [Shape(*e) for e in expected]
+    ):
+        assert parse_shapes(text) == [Shape(*e) for e in expected]
 
 
 @given(rows=st.integers(1, 10**9), factors=st.lists(st.tuples(st.integers(1, 999), st.integers(1, 999)), min_size=1, max_size=64))
@@ -54,9 +51,8 @@ def test_notation_there_and_back(rows, factors):
     assert parse_shapes(str(Shape(rows, factors))) == [Shape(rows, factors)]
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
+def test_refusals_say_why():
+    for text, why in (
         ("8^5", "no colon"),
         ("4:8^5,", "'': no colon"),
         (":8", "'' is no number of rows"),
@@ -74,12 +70,10 @@ def test_notation_there_and_back(rows, factors):
         ("4:\u0668", "is no factor"),  # a digit, but not of the notation
         ("4:8:8", "'8:8' is no factor"),
         ("4:" + "9" * 5000, "is no factor"),
-    ],
-)
-def test_refusals_say_why(text, why):
-    with pytest.raises(ValueError, match="shapes: expected problems like") as caught:
-        parse_shapes(text)
-    assert why in str(caught.value)
+    ):
+        with pytest.raises(ValueError, match="shapes: expected problems like") as caught:
+            parse_shapes(text)
+        assert why in str(caught.value), text
 
 
 def test_texts():
@@ -130,12 +124,12 @@ def test_a_damaged_table_is_listed_as_empty(runner, tables):
     assert "0 tuned" in result.output
 
 
-@pytest.mark.parametrize("budget", ["inf", "nan"])
-def test_a_budget_without_end_is_refused(runner, tables, budget):
-    result = runner.invoke(app, ["tune", "--shapes", "4:4", "--budget", budget, *DEVICE_OPTION])
-    assert result.exit_code == 2
-    assert "--budget" in result.output
-    assert not tables.exists()
+def test_a_budget_without_end_is_refused(runner, tables):
+    for budget in ("inf", "nan"):
+        result = runner.invoke(app, ["tune", "--shapes", "4:4", "--budget", budget, *DEVICE_OPTION])
+        assert result.exit_code == 2
+        assert "--budget" in result.output
+        assert not tables.exists()
 
 
 def test_an_export_that_cannot_be_written(runner, tables, tmp_path):
@@ -169,22 +163,19 @@ def test_names_with_escapes_are_not_printed(runner, tables):
     assert "\x1b" not in result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_refusals(runner, tables):
+    for arguments, message in (
         ([], "nothing to do"),
         (["--shapes", "4:8^"], "'8^' is no factor"),
         (["--shapes", "4:8", "--dtype", "int8"], "dtype: expected one of float16"),
         (["--shapes", "4:8", "--precision", "exact"], "precision: expected"),
         (["--shapes", "4:8", "--device", "cuda:99"], "device: expected auto, cpu"),
         (["--shapes", "4:8", "--device", "nowhere"], "nowhere"),
-    ],
-)
-def test_refusals(runner, tables, arguments, message):
-    result = runner.invoke(app, ["tune", *arguments])
-    assert result.exit_code == 1
-    assert message in result.output
-    assert "Traceback" not in result.output
+    ):
+        result = runner.invoke(app, ["tune", *arguments])
+        assert result.exit_code == 1
+        assert message in result.output
+        assert "Traceback" not in result.output
 
 
 def test_a_problem_that_does_not_fit_does_not_stop_the_others(runner, tables, quick):

@@ -25,21 +25,21 @@ def give_memory_back() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("shape", "groups"), [((3, 197, 192), 8), ((8, 197, 768), 8), ((5, 7, 96), 1)], ids=str)
-def test_the_kat_s_sizes(shape: tuple[int, ...], groups: int, version: str, dtype: torch.dtype) -> None:
-    p = problem(shape, groups, version=version, dtype=dtype, device="cuda")
-    assert_right(ours(p, version), p, version)
+def test_the_kat_s_sizes(shape: tuple[int, ...], groups: int, version: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        p = problem(shape, groups, version=version, dtype=dtype, device="cuda")
+        assert_right(ours(p, version), p, version)
 
 
-@pytest.mark.parametrize("degrees", [(3, 2), (7, 6), (16, 16)], ids=str)
 @pytest.mark.parametrize("channels", [24 * 8, 48 * 8, 192 * 8, 384 * 8, 8, 40])
-def test_widths_of_groups(channels: int, degrees: tuple[int, int]) -> None:
-    p = problem((64, 33, channels), 8, degrees, device="cuda")
-    if degrees[0] == 16:
-        p = p._replace(x=p.x.clamp(-1.5, 1.5))
-    assert_right(ours(p), p)
+def test_widths_of_groups(channels: int) -> None:
+    for degrees in ((3, 2), (7, 6), (16, 16)):
+        p = problem((64, 33, channels), 8, degrees, device="cuda")
+        if degrees[0] == 16:
+            p = p._replace(x=p.x.clamp(-1.5, 1.5))
+        assert_right(ours(p), p)
 
 
 def test_images_whose_channels_come_first() -> None:

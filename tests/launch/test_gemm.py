@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from compiled_for_h100 import WARNINGS
+from launched_without_gpu import launched
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("launch_without_gpu")]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    root = Path(__file__).parents[2]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": WARNINGS}
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, str(Path(__file__).with_name("launch_gemm_without_gpu.py"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return launched("launch_gemm_without_gpu.py")[0]
 
 
 def test_the_same_launches(found: dict[str, Any]) -> None:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from compiled_for_h100 import WARNINGS
+from launched_without_gpu import launched
 
 pytestmark = pytest.mark.xdist_group("launch_without_gpu")
 
@@ -21,13 +15,7 @@ def test_the_same_launches(version: str) -> None:
     Whatever version Triton says it is, cached calls launch by addresses alone while kernels are launched as this library knows it. If
     they are not, they go through Triton, and one warning says so.
     """
-    root = Path(__file__).parents[2]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": WARNINGS}
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, str(Path(__file__).with_name("launch_rational_without_gpu.py")), version]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found, errors = launched("launch_rational_without_gpu.py", version)
     ways = ("first", "cached", "another launcher, first", "another launcher")
     for way in ways:
         assert len(found[way]) == 3
@@ -44,4 +32,4 @@ def test_the_same_launches(version: str) -> None:
         assert partial[0] == partial[1]
     by_tensors = [any(launch["tensors"] for launch in found[way]) for way in ways]
     assert by_tensors == [True, False, True, True]
-    assert done.stderr.count(f"kernels are launched by the slower front door of Triton {version}") == 1, done.stderr
+    assert errors.count(f"kernels are launched by the slower front door of Triton {version}") == 1, errors

@@ -188,7 +188,8 @@ def test_values_that_differ(ranks: RankPool) -> None:
     for what, name in DIFFERENT.items():
         for outcome in ranks.outcomes(calls, what):
             assert outcome.error == "ValueError", outcome.trace
-            shown = rf'values of {re.escape(name)}: expected the same on every rank; got "[0-9a-f]{{16}}" on {others}; "[0-9a-f]{{16}}" on rank 1'
+            value = '"[0-9a-f]{16}"'
+            shown = rf"values of {re.escape(name)}: expected the same on every rank; got {value} on {others}; {value} on rank 1"
             assert re.fullmatch(shown, outcome.message), outcome.message
 
 
