@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.distributed import CollectiveError, Plan, Problem, ProcessGrid, kron_matmul, plan, whole_rows
+from fastkron_py.distributed.replicated import total
 from fastkron_py.distributed.split import Gradients
 from fastkron_py.distributed.transport import copies
 from fastkron_py.kron.plan.steps import Launch, Step
@@ -232,6 +233,19 @@ def one_sum():
 
 def test_factors_gradients_are_summed_once(ranks: RankPool) -> None:
     ranks.run(one_sum)
+
+
+def half_sums():
+    """A large number of one rank and ones of the others, which half types would lose one by one."""
+    grid = ProcessGrid()
+    for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
+        part = torch.tensor([large if grid.rank == 0 else 1.0], dtype=dtype, device=grid.device)
+        (found,) = total([part], grid.group, grid.device, "sum")
+        assert torch.equal(found.cpu(), torch.tensor([large + grid.world_size - 1], dtype=dtype))
+
+
+def test_gradients_of_half_types_are_summed_in_float32(ranks: RankPool) -> None:
+    ranks.run(half_sums)
 
 
 # ---- DTensor -----------------------------------------------------------------------------------
