@@ -9,7 +9,6 @@ from shapes_list import assert_near, expected
 from torch import Tensor
 
 from fastkron_py import kron_matmul
-from fastkron_py.runtime.call_cache import CACHE
 
 pytestmark = pytest.mark.gpu
 
@@ -22,12 +21,6 @@ def draw(m: int, p: int, n: int) -> tuple[Tensor, list[Tensor]]:
 
 
 ONCE = {"kron_matmul": 1}
-
-
-@pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> CacheSpy:
-    CACHE.forget()
-    return CacheSpy(monkeypatch)
 
 
 @ROWS

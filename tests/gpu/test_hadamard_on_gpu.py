@@ -8,7 +8,6 @@ from canonical_cases import watch_kernels
 
 import fastkron_py
 from fastkron_py.kron import hadamard_factors
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +25,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     device = torch.device("cuda")
     if not hadamard_factors.has_additions(1, 4, SINGLE, device, "auto"):
         pytest.skip("needs a GPU whose kernels Triton compiles from Gluon")
-    CACHE.forget()
     return watch_kernels(monkeypatch)
 
 

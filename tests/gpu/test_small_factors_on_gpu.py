@@ -10,7 +10,6 @@ import fastkron_py
 from fastkron_py.kron.families import small_factors
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan import plan
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -28,10 +27,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(small_factors, "small_factors_cost", lambda *sizes: 0.0)
     plan.plan.cache_clear()
-    CACHE.forget()
     yield watch_kernels(monkeypatch)
     plan.plan.cache_clear()
-    CACHE.forget()
 
 
 def problem(shapes: tuple[int, ...], dtype: torch.dtype, rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

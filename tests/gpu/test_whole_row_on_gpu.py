@@ -52,10 +52,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(whole_row, "whole_row_cost", lambda moved, rows: 0.0)
     monkeypatch.setattr(slice_pair, "slice_pairs", lambda *sizes: iter(()))
     plan.plan.cache_clear()
-    CACHE.forget()
     yield watch_kernels(monkeypatch)
     plan.plan.cache_clear()
-    CACHE.forget()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

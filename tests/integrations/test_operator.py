@@ -156,8 +156,8 @@ class TestTriangular(Rectangular, unittest.TestCase):
         return KroneckerTriangularLinearOperator(*factors)
 
 
-# The same on a GPU: one of each way to multiply, solve and derive.
-for _case in (TestBatch, TestStructured, TestPlusDiagonal, TestRectangular):
+# The same on a GPU, where products of every mix of factors are tested in test_products.py: a batch, and what is solved by eigenvectors.
+for _case in (TestBatch, TestPlusDiagonal):
     _name = f"{_case.__name__}OnGPU"
     _case_on_gpu = type(_name, (_case,), {"device": "cuda", "__module__": __name__})
     globals()[_name] = pytest.mark.gpu(_case_on_gpu)

@@ -49,7 +49,6 @@ def test_programs_are_forgotten() -> None:
     things.unregister("a")
     assert program() is not second
     assert things.names() == []
-    CACHE.forget()
 
 
 def test_built_in_records_are_found_when_one_is_looked_up() -> None:
