@@ -82,15 +82,15 @@ def gradients(shape, left, names):
 SHOWN = ("identities before and after", "slices that blocks cut", "an identity between", "an identity alone")
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_gradients_of_first_and_second_order(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
-    ranks.run(gradients, grid_shape, left, SHOWN)
+def test_gradients_of_first_and_second_order(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
+    for left in (False, True):
+        ranks.run(gradients, grid_shape, left, SHOWN)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("left", [False, True])
-def test_gradients_of_every_problem(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
-    ranks.run(gradients, grid_shape, left, tuple(IDENTITIES))
+def test_gradients_of_every_problem(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
+    for left in (False, True):
+        ranks.run(gradients, grid_shape, left, tuple(IDENTITIES))
 
 
 def forms():
@@ -169,9 +169,9 @@ def every_dtype(shape, left):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("left", [False, True])
-def test_every_dtype(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
-    ranks.run(every_dtype, grid_shape, left)
+def test_every_dtype(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
+    for left in (False, True):
+        ranks.run(every_dtype, grid_shape, left)
 
 
 # ---- what is sent --------------------------------------------------------------------------------

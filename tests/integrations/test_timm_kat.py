@@ -69,20 +69,18 @@ def test_other_arguments_are_timms() -> None:
     assert_close(model.blocks[0].ls2.gamma.detach(), torch.full((32,), 1e-4))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_arguments() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"weight_init": "zeros"}, "weight_init: expected one of 'mimetic'"),
         ({"act_layer": nn.ReLU}, "act_layer: expected None"),
         ({"mlp_layer": nn.Linear}, "mlp_layer: expected None"),
         ({"num_groups": 5}, "num_groups: expected a divisor of num_features, 32"),
         ({"rational_version": "Z"}, "version: expected one of A, B, C, D, N"),
         ({"rational_init": ("identity", "sine")}, "init: expected one of identity"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny(**options)
+    ]
+    for options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            tiny(**options)
 
 
 def test_bad_arguments_of_the_mlp() -> None:
