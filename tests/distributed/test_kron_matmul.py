@@ -236,12 +236,13 @@ def test_factors_gradients_are_summed_once(ranks: RankPool) -> None:
 
 
 def half_sums():
-    """A large number of one rank and ones of the others, which half types would lose one by one."""
+    """A large number of one rank, another one for each element, and ones of the others, which half types would lose one by one."""
     grid = ProcessGrid()
     for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
-        part = torch.tensor([large if grid.rank == 0 else 1.0], dtype=dtype, device=grid.device)
+        part = torch.ones(grid.world_size, dtype=dtype, device=grid.device)
+        part[grid.rank] = large
         (found,) = total([part], grid.group, grid.device, "sum")
-        assert torch.equal(found.cpu(), torch.tensor([large + grid.world_size - 1], dtype=dtype))
+        assert torch.equal(found.cpu(), torch.full((grid.world_size,), large + grid.world_size - 1).to(dtype))
 
 
 def test_gradients_of_half_types_are_summed_in_float32(ranks: RankPool) -> None:
