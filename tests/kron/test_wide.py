@@ -9,9 +9,9 @@ import pytest
 import torch
 from canonical_cases import backward, dense, expected_gradients, in_double, multiply, problem
 
-from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.kron.families.one_mode import best_algorithm, best_gradient_algorithm
 from fastkron_py.kron.families.wgmma import gradient_config, multiply_config, ring_stages
+from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
@@ -160,8 +160,8 @@ def test_x_is_copied_where_runs_begin_on_16_bytes(monkeypatch: pytest.MonkeyPatc
         ((7, 256 * 63, 0, 63, 1), 256, 63, None),
         ((7, 257 * 70, 0, 1, 257), 256, 70, None),
     ]:
-        from fastkron_py.kron.hopper import kernels  # imports Triton, which reads TRITON_INTERPRET
         from fastkron_py.kron.families.wgmma import multiply_launch
+        from fastkron_py.kron.hopper import kernels  # imports Triton, which reads TRITON_INTERPRET
 
         monkeypatch.setattr(kernels, "wide_kernel", object)
         common = {"x_strides": strides, "y_strides": strides, "z_strides": strides, "before": 1, "after": after, "HEAD": False}
