@@ -133,13 +133,6 @@ def generator(seed: int) -> torch.Generator:
 
 
 @pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheSpy]:
-    """What the call cache serves, in a test of the backend triton."""
-    with fastkron_py.backend("triton"):
-        yield CacheSpy(monkeypatch)
-
-
-@pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder for the user's tuning table, which is in use during the test. The table's path."""
     from fastkron_py.kron.tune import cache, table
