@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import triton
 from compiled_for_gpus import BASELINES, Compiled, Kernels, compiled_for_gpus
 from compiled_for_h100 import LIMIT
 
 from fastkron_py.runtime.gpu import nvidia
 
 # One worker: what is compiled serves all tests here.
-pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_group("compile_for_gpus")]
+OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+pytestmark = [
+    pytest.mark.skipif(OLD, reason="Triton before 3.9 does not compile all of them"),
+    pytest.mark.full,
+    pytest.mark.timeout(LIMIT),
+    pytest.mark.xdist_group("compile_for_gpus"),
+]
 
 ARCHITECTURES = pytest.mark.parametrize("capability", BASELINES)
 NOTHING = Compiled(0, 0, 0)  # of a kernel that sm_90 has no launch of in this problem
