@@ -214,6 +214,7 @@ def test_against_reference(case: Case, left: bool, backend_name: str, device: to
             assert got.dtype == dtype
             assert got.device == t.device
             assert got.is_contiguous() or backend_name == "torch"  # of small products, which autograd records, they may be transposed
+            want = torch.where(want.abs() > torch.finfo(got.dtype).max, want * torch.inf, want)  # as float16 has it
             assert_near(got, want, scale=GRADIENT_SCALE)
 
 
