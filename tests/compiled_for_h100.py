@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import triton
+
 from fastkron_py.runtime.gpu import HOPPER
 
 SHARED_MEMORY = HOPPER.shared_memory
 # Those of packages are theirs; but a launch says whether products and sums are fused, which Triton from 3.9 on asks for.
 WARNINGS = "ignore,error:TRITON_DEFAULT_FP_FUSION"
+TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 LIMIT = 1800  # seconds, of a script that takes minutes on a machine that does nothing else
 
 

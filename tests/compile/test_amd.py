@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from compiled_for_h100 import LIMIT, compiled
+from compiled_for_h100 import LIMIT, TRITON_VERSION, compiled
 
 from fastkron_py.runtime.gpu import AMD
 
 # One worker: what is compiled serves all tests here.
-OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+OLD = TRITON_VERSION < (3, 9)
 pytestmark = [
     pytest.mark.skipif(OLD, reason="Triton before 3.9 does not compile all of them"),
     pytest.mark.full,

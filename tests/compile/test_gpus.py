@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import triton
 from compiled_for_gpus import BASELINES, Compiled, Kernels, compiled_for_gpus
-from compiled_for_h100 import LIMIT
+from compiled_for_h100 import LIMIT, TRITON_VERSION
 
 from fastkron_py.runtime.gpu import nvidia
 
 # One worker: what is compiled serves all tests here.
-OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+OLD = TRITON_VERSION < (3, 9)
 pytestmark = [
     pytest.mark.skipif(OLD, reason="Triton before 3.9 does not compile all of them"),
     pytest.mark.full,
