@@ -84,11 +84,12 @@ def test_conjugate_views(left: bool, dtype: torch.dtype, device: torch.device) -
         with fastkron_py.backend("triton"):
             y = kron_matmul_left(factors, x, beta=0.5, z=z) if left else kron_matmul(x, factors, beta=0.5, z=z)
             weight = torch.randn_like(y)
-            found = torch.autograd.grad((y * weight).sum().abs(), inputs)
+            # A sum of real parts and imaginary ones: the phase of a sum's absolute value is ill-conditioned where terms cancel.
+            found = torch.autograd.grad(torch.view_as_real(y * weight).sum(), inputs)
         wide = [in_double(t.detach()).resolve_conj().requires_grad_() for t in inputs]
         matrix = torch.kron(wide[1], wide[2])
         expected = (matrix @ wide[0] if left else wide[0] @ matrix) + 0.5 * wide[3]
-        wanted = torch.autograd.grad((expected * in_double(weight)).sum().abs(), wide)
+        wanted = torch.autograd.grad(torch.view_as_real(expected * in_double(weight)).sum(), wide)
         assert_close(y, expected, steps=2)
         for got, want in zip(found, wanted, strict=True):
             assert_close(got.resolve_conj(), want, steps=8)

@@ -85,9 +85,10 @@ def test_a_forced_family_alone_multiplies(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tile", "torch_products"])
-def test_forced_products_are_right_and_are_not_kept_for_others(name: str) -> None:
+def test_forced_products_are_right_and_are_not_kept_for_others(name: str, device: torch.device) -> None:
     torch.manual_seed(0)
-    x, factors = torch.randn(5, 12 * 18, requires_grad=True), [torch.randn(12, 17), torch.randn(18, 16)]
+    x = torch.randn(5, 12 * 18, device=device, requires_grad=True)
+    factors = [torch.randn(12, 17, device=device), torch.randn(18, 16, device=device)]
     wanted = x.double() @ KroneckerProduct([f.double() for f in factors]).to_dense()
     with fastkron_py.backend("triton"):
         plain = kron_matmul(x, factors)
