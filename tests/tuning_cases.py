@@ -9,8 +9,8 @@ import triton
 
 from fastkron_py import reference
 from fastkron_py.kron.families.tile import ChainConfig, SingleConfig
-from fastkron_py.kron.tune.choice import Choice, ChosenLaunch, Problem
-from fastkron_py.kron.tune.entry import Entry
+from fastkron_py.kron.tune.choice import Choice, Problem, TunedLaunch
+from fastkron_py.kron.tune.table import Entry
 
 SINGLE = SingleConfig(16, 16, 16, 4, 1, 1)
 CHAIN = ChainConfig(16, 4, 1, 1)
@@ -26,11 +26,11 @@ def version() -> str:
 
 
 def problem(factors=((3, 5), (4, 2)), rows=4, columns=1, dtype="float32", device=HERE, batched=False, contiguous=True):
-    return Problem("multiply", device, version(), dtype, "highest", tuple(factors), rows, columns, batched, contiguous)
+    return Problem(device, version(), dtype, "highest", tuple(factors), rows, columns, batched, contiguous)
 
 
 def single(start, stop=None, config=SINGLE):
-    return ChosenLaunch(((start, start + 1 if stop is None else stop),), "single", config)
+    return TunedLaunch(((start, start + 1 if stop is None else stop),), "tile", config)
 
 
 def choice(*launches):

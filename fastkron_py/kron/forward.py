@@ -22,7 +22,7 @@ from fastkron_py.kron.plan.plan import Place, places, plan, transposes
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, PlanProblem
 from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.kron.tune.choice import Choice
-from fastkron_py.kron.tune.tuned import tuned
+from fastkron_py.kron.tune.table import tuned
 from fastkron_py.kron.units import lone_units, without_units
 from fastkron_py.runtime.backend import families_in_force
 from fastkron_py.runtime.builder import Builder
@@ -223,14 +223,15 @@ def choose_launches(problem: MultiplyProblem, choice: Choice | None) -> list[Cho
         launches = _in_order(problem, [launch.shifted(problem.start) for launch in planned])
         configs = [None] * len(launches)
     else:
-        launches, configs = choice.as_launches(shapes), [chosen.config for chosen in choice.launches]
+        launches, configs = [one.as_launch(shapes) for one in choice.launches], [one.config for one in choice.launches]
     if problem.z is not None and problem.z.column is not None:  # the last modes last: see `Rows`
         pairs = sorted(zip(launches, configs, strict=True), key=lambda pair: pair[0].start)
         launches, configs = [launch for launch, _ in pairs], [config for _, config in pairs]
     in_place = places(launches, problem.sizes, columns, False)
-    algorithms = ["kernels"] * len(launches)
-    if choice is None:
-        algorithms = [_algorithm(problem, launch, place, launch is launches[-1]) for launch, place in zip(launches, in_place, strict=True)]
+    algorithms = [
+        "kernels" if config is not None else _algorithm(problem, launch, place, launch is launches[-1])
+        for launch, config, place in zip(launches, configs, in_place, strict=True)
+    ]
     transposed = transposes(launches, len(shapes), columns) and set(algorithms) == {"kernels"}
     found, x = list[ChosenLaunch](), problem.x
     for i, (launch, (before, after)) in enumerate(zip(launches, places(launches, problem.sizes, columns, transposed), strict=True)):
@@ -328,7 +329,8 @@ def add_multiply(
         z, rows = _addend(build, z, epilogue)
     problem = multiply_problem(x, factors, build.device, precision, not scale.is_one, rows, part, epilogue)
     problem = problem._replace(families=families_in_force.get())
-    launches = launches_of(with_whole_rows(problem, lambda: build.is_aligned(x)), None if problem.families else tuned(problem))
+    problem = with_whole_rows(problem, lambda: build.is_aligned(x))
+    launches = launches_of(problem, None if problem.families else tuned(problem, plan_problem(problem)))
     may_move = part is None and x.dtype != torch.float16  # where the product of two entries may overflow
     units = lone_units([(launch.start, launch.stop) for launch in launches], factors) if may_move else []
     others = without_units(build, factors, units, x.numel()) if units else None

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from fastkron_py.cli.app import app
 from fastkron_py.cli.shapes import Shape, factors_text, parse_shapes, problem_text
-from fastkron_py.kron.tune import cache
-from fastkron_py.kron.tune.cache import TuningWarning
-from fastkron_py.kron.tune.table import file_name
+from fastkron_py.kron.tune import table
+from fastkron_py.kron.tune.table import TuningWarning, file_name
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def test_tunes_shows_and_exports(runner, tables, quick, tmp_path):
     assert result.exit_code == 0, result.output
     for part in ("Tuned", "4:4^2", "3:5>7x3", "closed form", "gain", "trials", "2 tuned", HERE, "Written:"):
         assert part in result.output
-    found = cache.read(tables)
+    found = table.read(tables)
     assert {p.factors for p in found} == {((4, 4), (4, 4)), ((5, 7), (3, 3))}
     (written,) = folder.glob("*.json")
     assert json.loads(written.read_text()) == json.loads(tables.read_text())
@@ -99,15 +98,15 @@ def test_dtype_precision_and_left_are_heeded(runner, tables, quick):
     options = ["--dtype", "float64", "--precision", "high", "--left", "--budget", "5", *DEVICE_OPTION]
     result = runner.invoke(app, ["tune", "--shapes", "6:5>7", *options])
     assert result.exit_code == 0, result.output
-    (found,) = cache.read(tables)
+    (found,) = table.read(tables)
     assert (found.dtype, found.factors, found.columns, found.rows) == ("float64", ((7, 5),), 6, 1)
 
 
 def test_list_and_clear(runner, tables):
-    assert cache.merge(tables, [entry(), entry(problem(rows=64), None)])
+    assert table.merge(tables, [entry(), entry(problem(rows=64), None)])
     result = runner.invoke(app, ["tune", "--list"])
     assert result.exit_code == 0, result.output
-    for part in ("2 tuned", "4:3>5x4>2", "2.00", "the closed form's", "[0] single 16x16x16"):
+    for part in ("2 tuned", "4:3>5x4>2", "2.00", "the closed form's", "[0] tile 16x16x16"):
         assert part in result.output
     result = runner.invoke(app, ["tune", "--clear", "--list"])
     assert result.exit_code == 0, result.output
@@ -134,7 +133,7 @@ def test_a_budget_without_end_is_refused(runner, tables):
 
 def test_an_export_that_cannot_be_written(runner, tables, tmp_path):
     """Said before the work; and where a file cannot be written in the end, too."""
-    assert cache.merge(tables, [entry()])
+    assert table.merge(tables, [entry()])
     (tmp_path / "file").write_text("")
     result = runner.invoke(app, ["tune", "--shapes", "4:4^2", "--export", str(tmp_path / "file" / "folder"), *DEVICE_OPTION])
     assert result.exit_code == 1
@@ -155,7 +154,7 @@ def test_an_empty_table_is_not_exported(runner, tables, tmp_path):
 
 def test_names_with_escapes_are_not_printed(runner, tables):
     """A terminal would obey them."""
-    assert cache.merge(tables, [entry(problem(device="\x1b[31mred")), entry(problem(rows=64))])
+    assert table.merge(tables, [entry(problem(device="\x1b[31mred")), entry(problem(rows=64))])
     with pytest.warns(TuningWarning, match=r"1 invalid entries .* device: expected printable str, got '\\x1b\[31mred'"):
         result = runner.invoke(app, ["tune", "--list"])
     assert result.exit_code == 0
@@ -182,7 +181,7 @@ def test_a_problem_that_does_not_fit_does_not_stop_the_others(runner, tables, qu
     result = runner.invoke(app, ["tune", "--shapes", "1024:512^20,4:4^2", "--budget", "5", *DEVICE_OPTION])
     assert result.exit_code == 1
     assert "not tuned: 1024:512^20" in result.output
-    assert {p.factors for p in cache.read(tables)} == {((4, 4), (4, 4))}
+    assert {p.factors for p in table.read(tables)} == {((4, 4), (4, 4))}
 
 
 def test_tables_that_are_off_are_mentioned(runner, tables, quick, monkeypatch):
@@ -195,14 +194,33 @@ def test_tables_that_are_off_are_mentioned(runner, tables, quick, monkeypatch):
 def test_dropped_trials_are_counted(runner, tables, quick, monkeypatch):
     from fastkron_py.kron.tune import search
 
-    def refuse(self, compiled):
+    def refuse(self, choice):
         raise search.DroppedError("asks for too much")
 
     monkeypatch.setattr(search.Search, "trial", refuse)
-    monkeypatch.setattr(search, "starting_points", lambda *_: [UNMERGED])
+    monkeypatch.setattr(search, "whole_plans", lambda _: [UNMERGED])
+    monkeypatch.setattr(search.Search, "refine", lambda *_: None)
     result = runner.invoke(app, ["tune", "--shapes", "4:3>5x4>2", "--budget", "60", *DEVICE_OPTION])
     assert result.exit_code == 0, result.output
     assert "1 of 1 trials dropped: asks for too much" in result.output
+
+
+def test_an_interrupt_shows_what_was_tuned_before(runner, tables, quick, monkeypatch):
+    from fastkron_py.kron.tune import search
+
+    trial = search.Search.trial
+
+    def interrupted(self, choice):
+        if self.problem.factors == ((5, 5),):
+            raise KeyboardInterrupt
+        return trial(self, choice)
+
+    monkeypatch.setattr(search.Search, "trial", interrupted)
+    result = runner.invoke(app, ["tune", "--shapes", "4:4^2,4:5,4:6", "--budget", "60", *DEVICE_OPTION])
+    assert result.exit_code == 130
+    assert "4:5: interrupted" in result.output
+    assert "Tuned" in result.output
+    assert {p.factors for p in table.read(tables)} == {((4, 4), (4, 4))}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

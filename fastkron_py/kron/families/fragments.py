@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step, balanced, merged, narrow_half_share, run_of
 from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+from fastkron_py.runtime.sizes import SECTOR_BYTES, is_power_of_two, next_power_of_two
 
 if TYPE_CHECKING:
     from fastkron_py.kron.launches import LaunchProblem
@@ -248,6 +248,11 @@ class ChainedConfig:
     warpgroup: bool = True  # products by warpgroups (wgmma), else by single warps (mma.sync)
 
 
+config_types: Final = (ChainedConfig,)
+REGISTERS: Final = (32, 255)  # fewest and most of a thread
+MOST_PROGRAMS: Final = 32
+
+
 def fits_chained(steps: Sequence[Step], block_s: int, num_warps: int, warpgroup: bool = True) -> bool:
     """Whether the kernel can take a chain on tiles of block_s slices: the single statement of its limits.
 
@@ -362,9 +367,44 @@ def _crossing(segment: Segment, block_s: int) -> float:
 
 
 def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, int], gpu: GPU) -> tuple[ChainedConfig, ...]:
-    """The closed form's configuration of a launch with these numbers of elements before and after its modes, if there is one."""
-    found = chained_config(launch.steps, itemsize, run_sectors(*around), num_slices)
-    return () if found is None else (found,)
+    """The closed form's configuration of a launch with these numbers of elements before and after its modes, if there is one.
+
+    A plan that leaves modes in place may have runs of memory in mind that no tile has room for: shorter ones take their place.
+    """
+    found = (chained_config(launch.steps, itemsize, sectors, num_slices) for sectors in range(run_sectors(*around), -1, -1))
+    first = next(filter(None, found), None)
+    return () if first is None else (first,)
+
+
+def obstacle(launch: Launch, config: Any, itemsize: int) -> str | None:
+    """Why a configuration is not valid for a launch that the family offers, or None: the one predicate of valid configurations."""
+    if not 0 <= config.programs_per_sm <= MOST_PROGRAMS:
+        return f"programs_per_sm = {config.programs_per_sm}"
+    if config.max_registers and not REGISTERS[0] <= config.max_registers <= REGISTERS[1]:
+        return f"max_registers = {config.max_registers}"
+    if not is_power_of_two(config.block_s) or not fits_chained(launch.steps, config.block_s, config.num_warps, config.warpgroup):
+        return f"the chain does not fit into the registers: {config}"
+    return None
+
+
+def choices(problem: LaunchProblem) -> tuple[ChainedConfig, ...]:
+    """The closed form's configuration, and at most seven others around it that are valid; none where it has none."""
+    launch = problem.launch
+    closed = configs(launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu)
+    if not closed:
+        return ()
+    (first,) = closed
+    changes: tuple[dict[str, Any], ...] = (
+        {"block_s": first.block_s // 2},
+        {"block_s": 2 * first.block_s},
+        {"block_s": 2 * first.block_s, "num_warps": 2 * first.num_warps},
+        {"max_registers": 168},
+        {"programs_per_sm": 0 if first.programs_per_sm else 4},
+        {"programs_per_sm": 4, "max_registers": 168},
+        {"warpgroup": not first.warpgroup},
+    )
+    around = dict.fromkeys([first, *[replace(first, **change) for change in changes]])
+    return tuple([c for c in around if obstacle(launch, c, problem.itemsize) is None])
 
 
 def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:

@@ -37,10 +37,28 @@ class Family(Protocol):
         """Return the configurations of a launch in order of preference: a tuned one, if there is one, then the closed form's."""
 
 
+class Tunable(Family, Protocol):
+    """A family with configurations to choose from: dataclasses of int and bool.
+
+    Attributes:
+        config_types: the types of its configurations, which differ in their fields' names.
+    """
+
+    @property
+    def config_types(self) -> tuple[type, ...]: ...  # noqa: D102
+
+    def choices(self, problem: LaunchProblem) -> tuple[Any, ...]:
+        """Return a handful of valid configurations, the closed form's first."""
+
+    def obstacle(self, launch: Launch, config: Any, itemsize: int) -> str | None:
+        """Return why a configuration is not valid for a launch that the family offers, or None."""
+
+
 FAMILIES: Final[tuple[Family, ...]] = (tile, slice_pair, whole_row, small_factors, fragments, wgmma, torch_products)
 """Of offers of equal cost, that of the earlier family is taken."""
 
 BY_NAME: Final = {family.name: family for family in FAMILIES}
+TUNABLE: Final[dict[str, Tunable]] = {family.name: family for family in (tile, fragments)}
 
 
 def family_of(launch: Launch) -> Family:

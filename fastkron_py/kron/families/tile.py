@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -27,7 +27,7 @@ from fastkron_py.kron.plan.steps import (
     tile_constants,
 )
 from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+from fastkron_py.runtime.sizes import SECTOR_BYTES, is_power_of_two, next_power_of_two
 
 if TYPE_CHECKING:
     from fastkron_py.kron.launches import LaunchProblem
@@ -46,6 +46,11 @@ CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 HALF_SINGLE: Final = 33
 HALF_BEFORE: Final = 17
 SCATTERED_CHAIN: Final = 2.3  # times as long a chain takes in place, before other modes
+# The most that a configuration may ask for, whatever the GPU.
+SINGLE_TILE: Final = 1 << 15  # elements of any one tile of a single step: more take a compiler minutes
+WARPS: Final = (1, 2, 4, 8, 16)
+MOST_STAGES: Final = 8
+MOST_PROGRAMS: Final = 32
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class SingleConfig:
 
 
 Config = SingleConfig | ChainConfig
+config_types: Final = (SingleConfig, ChainConfig)
 _C = TypeVar("_C")
 
 
@@ -253,6 +259,67 @@ def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, i
     if len(launch.steps) > 1:
         return chain_configs(launch, itemsize, num_slices, after if after != 1 else before, gpu)
     return single_configs(parts * launch.p, parts * launch.q, itemsize, num_slices, gpu, parts)
+
+
+def obstacle(launch: Launch, config: Any, itemsize: int) -> str | None:
+    """Why a configuration is not valid for a launch, or None: the one predicate of valid configurations.
+
+    A valid one computes the right result; that a GPU has too little shared memory for it shows when it is launched.
+
+    Args:
+        launch: the steps, which the family offers.
+        config: one of `config_types`.
+        itemsize: bytes of a real number.
+    """
+    is_chain = len(launch.steps) > 1
+    if is_chain != isinstance(config, ChainConfig):
+        return f"a {type(config).__name__} for {len(launch.steps)} steps"
+    if config.num_warps not in WARPS or not 1 <= config.num_stages <= MOST_STAGES or not 1 <= config.programs_per_sm <= MOST_PROGRAMS:
+        return f"warps, stages or programs out of range: {config}"
+    if is_chain:
+        return _chain_obstacle(launch, config.block_s, itemsize)
+    sides = (config.block_s, config.block_p, config.block_q)
+    if not all(map(is_power_of_two, sides)) or min(sides) < DOT_SIDE:
+        return f"blocks are powers of two from {DOT_SIDE} on: {config}"
+    if config.block_p > padded(launch.p) or config.block_q > padded(launch.q):
+        return f"a block is wider than the factor: {config}"
+    return f"a tile has more than {SINGLE_TILE} elements: {config}" if max(sides) * sorted(sides)[1] > SINGLE_TILE else None
+
+
+def _chain_obstacle(launch: Launch, block_s: int, itemsize: int) -> str | None:
+    width = launch.tile_width
+    if not is_power_of_two(block_s):
+        return f"block_s = {block_s} is no power of two"
+    if block_s * width > 2 * CHAIN_TILE[itemsize]:
+        return f"block_s = {block_s}: the tile does not fit on chip"
+    if block_s * min(width // max(s.p_pad, s.q_pad) for s in launch.steps) < DOT_SIDE:
+        return f"block_s = {block_s}: a product has fewer than {DOT_SIDE} rows"
+    return None
+
+
+def choices(problem: LaunchProblem) -> tuple[Config, ...]:
+    """The closed form's configuration, and at most seven others around it that are valid and fit the GPU."""
+    launch, itemsize = problem.launch, problem.itemsize
+    first = configs(launch, itemsize, problem.num_slices, problem.shape[2:], problem.gpu, problem.parts)[0]
+    slices, warps, programs = first.block_s, first.num_warps, first.programs_per_sm
+    changes: tuple[dict[str, Any], ...] = (
+        {"block_s": slices // 2},
+        {"block_s": 2 * slices},
+        {"num_warps": 4 if warps == 8 else 8},
+        {"num_warps": 4, "num_stages": 3},
+        {"block_s": slices // 4, "num_warps": 4, "num_stages": 4},
+        {"num_stages": 4, "programs_per_sm": programs + 1},
+        {"num_stages": 1, "programs_per_sm": programs + 1},
+    )
+    around = dict.fromkeys([first, *[replace(first, **change) for change in changes]])
+    return tuple([c for c in around if obstacle(launch, c, itemsize) is None and _shared_memory(c, problem) <= problem.gpu.shared_memory])
+
+
+def _shared_memory(config: Config, problem: LaunchProblem) -> int:
+    """Bytes of a program, at most."""
+    if isinstance(config, ChainConfig):
+        return chain_shared_memory(config, problem.launch, problem.itemsize)
+    return single_shared_memory(config, problem.itemsize, problem.parts)
 
 
 def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:

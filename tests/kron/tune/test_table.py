@@ -11,19 +11,25 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
-from tuning_cases import UNMERGED, carry_out, choice, entry, kernels, launches_by, noted_launches, operands, problem, single
+import torch
+from tuning_cases import CHAIN, SINGLE, UNMERGED, carry_out, choice, entry, kernels, launches_by, noted_launches, operands, problem, single
 from tuning_cases import expected as truth
 
 import fastkron_py
-from fastkron_py.kron.tune import cache, table
-from fastkron_py.kron.tune.cache import TuningWarning
-from fastkron_py.kron.tune.entry import entry_to_json, table_to_json
+from fastkron_py.kron.families.fragments import ChainedConfig
+from fastkron_py.kron.forward import multiply_problem, plan_problem
+from fastkron_py.kron.tune import table
+from fastkron_py.kron.tune.choice import TunedLaunch, is_offered
+from fastkron_py.kron.tune.table import TuningWarning, entry_to_json, table_to_json
+from fastkron_py.runtime.device import absent
 from fastkron_py.testing import assert_close
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def multiply(p=None):
@@ -37,6 +43,11 @@ def multiply(p=None):
 def write(path: Path, text: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def as_json(e):
+    """An entry as it is read from a file."""
+    return json.loads(json.dumps(entry_to_json(e)))
 
 
 def good(*entries) -> str:
@@ -54,10 +65,10 @@ DAMAGE = {
     "null": "null",
     "a list": "[]",
     "foreign": '{"numba": {"version": 3}}',
-    "another schema": good(entry()).replace('"schema": 2', '"schema": 99'),
-    "a schema of another type": good(entry()).replace('"schema": 2', '"schema": [1]'),
-    "no entries": '{"format": "fastkron_py tuning table", "schema": 2}',
-    "entries of another type": '{"format": "fastkron_py tuning table", "schema": 2, "entries": {}}',
+    "another schema": good(entry()).replace('"schema": 3', '"schema": 99'),
+    "a schema of another type": good(entry()).replace('"schema": 3', '"schema": [1]'),
+    "no entries": '{"format": "fastkron_py tuning table", "schema": 3}',
+    "entries of another type": '{"format": "fastkron_py tuning table", "schema": 3, "entries": {}}',
     "deep": "[" * 200_000,
 }
 
@@ -72,8 +83,8 @@ def test_a_damaged_table_is_ignored_and_put_aside(tables, text):
         assert_close(y, expected)
     assert table.lookup(problem()) is None
     with pytest.warns(TuningWarning, match="put aside"):
-        assert cache.merge(tables, [entry()])
-    assert cache.read(tables) == {problem(): entry()}
+        assert table.merge(tables, [entry()])
+    assert table.read(tables) == {problem(): entry()}
     assert tables.with_name(tables.name + ".unreadable").read_bytes() == (text if isinstance(text, bytes) else text.encode())
 
 
@@ -83,7 +94,7 @@ def test_a_folder_in_the_table_s_place(tables):
         y, expected = multiply()
     assert_close(y, expected)
     with pytest.warns(TuningWarning, match="left as it was"):
-        assert not cache.merge(tables, [entry()])
+        assert not table.merge(tables, [entry()])
 
 
 def test_what_is_no_regular_file_is_not_opened(tables):
@@ -93,10 +104,10 @@ def test_what_is_no_regular_file_is_not_opened(tables):
     code = """
 import pathlib, sys
 from tuning_cases import entry
-from fastkron_py.kron.tune import cache
+from fastkron_py.kron.tune import table
 path = pathlib.Path(sys.argv[1])
-assert cache.read(path) == {}
-assert not cache.merge(path, [entry()])
+assert table.read(path) == {}
+assert not table.merge(path, [entry()])
 """
     process = start(code, tables)
     try:
@@ -133,20 +144,20 @@ def replaced(data, path, value):
     if not path:
         return value
     copy = data.copy()
-    copy[path[0]] = replaced(data[path[0]], path[1:], value)
+    copy[path[0]] = replaced(data[path[0]], path[1:], value) if path[1:] else value
     return copy
 
 
 def test_whatever_stands_in_a_table_nothing_but_a_warning_comes_of_it():
     """Each part of a table in turn is another value; what is accepted can be shown."""
-    table = table_to_json([entry_to_json(entry())])
-    for path in places(table):
+    whole = json.loads(good(entry()))
+    for path in places(whole):
         for value in STRANGE:
-            text = json.dumps(replaced(table, path, value))
+            text = json.dumps(replaced(whole, path, value))
             with warnings.catch_warnings(record=True):
                 warnings.simplefilter("always")
                 try:
-                    found = cache.parse(text, "a test's table")
+                    found = table.parse(text, "a test's table")
                 except ValueError:  # no table, which `read` and `_shipped` expect
                     continue
             for e in found.values():
@@ -157,7 +168,7 @@ def test_whatever_stands_in_a_table_nothing_but_a_warning_comes_of_it():
 def test_a_file_where_the_folder_should_be(tables):
     tables.parent.write_text("")
     with pytest.warns(TuningWarning, match="left as it was"):
-        assert not cache.merge(tables, [entry()])
+        assert not table.merge(tables, [entry()])
 
 
 def test_a_tuned_choice_is_taken(tables, monkeypatch):
@@ -201,43 +212,43 @@ def test_an_invalid_choice_is_refused_not_run(tables):
 
 def test_what_is_not_valid_is_kept_on_disk(tables):
     """It may be a newer library's."""
-    stranger = entry_to_json(entry()) | {"launches": [{"steps": [[0, 2]], "kernel": "of tomorrow", "config": {}}]}
+    stranger = as_json(entry()) | {"launches": [{"steps": [[0, 2]], "family": "of tomorrow", "config": {}}]}
     stranger["problem"] = stranger["problem"] | {"rows": 512}
     write(tables, json.dumps(table_to_json([stranger, 7])))
-    assert cache.merge(tables, [entry()])
+    assert table.merge(tables, [entry()])
     kept = json.loads(tables.read_text())["entries"]
     assert stranger in kept
     assert 7 in kept
-    assert entry_to_json(entry()) in kept
+    assert as_json(entry()) in kept
 
 
 def test_the_newer_entry_for_a_problem_replaces_the_older(tables):
-    assert cache.merge(tables, [entry(), entry(problem(rows=8))])
-    assert cache.merge(tables, [entry(c=None)])
-    assert cache.read(tables) == {problem(): entry(c=None), problem(rows=8): entry(problem(rows=8))}
-    assert cache.clear(tables)
-    assert cache.clear(tables)
-    assert cache.read(tables) == {}
+    assert table.merge(tables, [entry(), entry(problem(rows=8))])
+    assert table.merge(tables, [entry(c=None)])
+    assert table.read(tables) == {problem(): entry(c=None), problem(rows=8): entry(problem(rows=8))}
+    assert table.clear(tables)
+    assert table.clear(tables)
+    assert table.read(tables) == {}
 
 
 def test_order_of_writing_does_not_show(tables, tmp_path):
     one, other = entry(problem(rows=8)), entry(problem(rows=16))
-    assert cache.merge(tables, [one, other])
-    assert cache.merge(tmp_path / "second.json", [other])
-    assert cache.merge(tmp_path / "second.json", [one])
+    assert table.merge(tables, [one, other])
+    assert table.merge(tmp_path / "second.json", [other])
+    assert table.merge(tmp_path / "second.json", [one])
     assert tables.read_text() == (tmp_path / "second.json").read_text()
 
 
 def test_a_failed_write_leaves_the_old_table(tables, monkeypatch):
-    assert cache.merge(tables, [entry()])
+    assert table.merge(tables, [entry()])
     before = tables.read_bytes()
 
     def fail(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(cache.os, "replace", fail)
+    monkeypatch.setattr(table.os, "replace", fail)
     with pytest.warns(TuningWarning, match="no space left"):
-        assert not cache.merge(tables, [entry(problem(rows=8))])
+        assert not table.merge(tables, [entry(problem(rows=8))])
     assert tables.read_bytes() == before
     assert sorted(p.name for p in tables.parent.iterdir()) == [tables.name, tables.name + ".lock"]
 
@@ -257,19 +268,19 @@ def finish(process: subprocess.Popen[str]) -> int:
 
 
 def test_a_writer_killed_halfway_leaves_the_old_table_and_no_lock(tables):
-    assert cache.merge(tables, [entry()])
+    assert table.merge(tables, [entry()])
     before = tables.read_bytes()
     code = """
 import os, pathlib, signal, sys
 from tuning_cases import entry, problem
-from fastkron_py.kron.tune import cache
-cache.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-cache.merge(pathlib.Path(sys.argv[1]), [entry(problem(rows=8))])
+from fastkron_py.kron.tune import table
+table.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+table.merge(pathlib.Path(sys.argv[1]), [entry(problem(rows=8))])
 """
     assert finish(start(code, tables)) == -signal.SIGKILL
     assert tables.read_bytes() == before
-    assert cache.merge(tables, [entry(problem(rows=16))])
-    assert {p.rows for p in cache.read(tables)} == {4, 16}
+    assert table.merge(tables, [entry(problem(rows=16))])
+    assert {p.rows for p in table.read(tables)} == {4, 16}
 
 
 @pytest.fixture
@@ -290,7 +301,7 @@ with filelock.FileLock(sys.argv[1] + ".lock"):
 
 
 def test_a_table_locked_by_another_process(locked, monkeypatch):
-    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(table, "LOCK_SECONDS", 0.2)
     write(locked, good(entry()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # reading takes no lock
@@ -299,9 +310,9 @@ def test_a_table_locked_by_another_process(locked, monkeypatch):
     assert_close(y, expected)
     before = locked.read_bytes()
     with pytest.warns(TuningWarning, match="another process has held its lock for 0.2 s"):
-        assert not cache.merge(locked, [entry(problem(rows=8))])
+        assert not table.merge(locked, [entry(problem(rows=8))])
     with pytest.warns(TuningWarning, match="another process"):
-        assert not cache.clear(locked)
+        assert not table.clear(locked)
     assert locked.read_bytes() == before
 
 
@@ -311,13 +322,13 @@ def test_processes_at_once_lose_nothing(writers, tables):
     code = """
 import pathlib, sys, warnings
 from tuning_cases import entry, problem
-from fastkron_py.kron.tune import cache
+from fastkron_py.kron.tune import table
 warnings.simplefilter("error")
 path, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
 for i in range(6):
-    assert cache.merge(path, [entry(problem(rows=1 << (8 * i + number)))])
+    assert table.merge(path, [entry(problem(rows=1 << (8 * i + number)))])
 """
     processes = [start(code, tables, number) for number in range(writers)]
     assert [process.stdout.readline() for process in processes] == ["ready\n"] * writers
@@ -328,12 +339,12 @@ for i in range(6):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         while any(p.poll() is None for p in processes):
-            count = len(cache.read(tables))
+            count = len(table.read(tables))
             assert count >= most
             most = count
             time.sleep(0.001)
     assert [finish(process) for process in processes] == [0] * writers
-    assert {p.rows for p in cache.read(tables)} == {1 << (8 * i + number) for i in range(6) for number in range(writers)}
+    assert {p.rows for p in table.read(tables)} == {1 << (8 * i + number) for i in range(6) for number in range(writers)}
     assert sorted(p.name for p in tables.parent.iterdir()) == [tables.name, tables.name + ".lock"]
 
 
@@ -350,21 +361,60 @@ def test_the_system_s_place_is_the_default(tables, monkeypatch, tmp_path):
     monkeypatch.delenv("FASTKRON_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if sys.platform == "linux":
-        assert cache.cache_file() == tmp_path / "fastkron_py" / tables.name
+        assert table.cache_file() == tmp_path / "fastkron_py" / tables.name
 
 
-@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
-def test_shipped_tables_are_valid(tables, device):
-    from importlib import resources
-
-    file = resources.files("fastkron_py.kron.tune") / "tables" / table.file_name(device)
-    text = file.read_text(encoding="utf-8")
+@pytest.mark.parametrize(("device", "name"), [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200")])
+def test_shipped_tables_are_valid_and_offered(tables, device, name):
+    text = (resources.files("fastkron_py.kron.tune") / "tables" / table.file_name(device)).read_text(encoding="utf-8")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        entries = cache.parse(text, file.name)
+        entries = table.parse(text, device)
     assert len(entries) == len(json.loads(text)["entries"])
     assert {p.device for p in entries} <= {device}
-    assert all(table.lookup(p) == e.choice for p, e in entries.items())
+    for p, e in entries.items():
+        assert table.lookup(p) == e.choice
+        x = torch.empty(1, p.rows, math.prod(a for a, _ in p.factors), 1, dtype=getattr(torch, p.dtype), device="meta")
+        factors = [torch.empty(1, a, b, dtype=x.dtype, device="meta") for a, b in p.factors]
+        multiply = multiply_problem(x, factors, absent(name), p.precision)
+        assert e.choice is None or is_offered(e.choice, p.factors, plan_problem(multiply))
+
+
+@pytest.mark.parametrize("config", [None, SINGLE, CHAIN, ChainedConfig(16, 4, 0, 128, False)])
+def test_there_and_back(config):
+    family = "fragments" if isinstance(config, ChainedConfig) else "tile"
+    one = TunedLaunch(((0, 1), (1, 2)), family, config)
+    if config in (None, SINGLE):
+        one = replace(one, steps=((0, 2),))
+    e = entry(problem([(16, 16)] * 2) if one.steps[1:] else problem(), choice(one))
+    assert table.entry_from_json(as_json(e)) == e
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("problem", "rows"), 4.0),
+        (("problem", "rows"), 0),
+        (("problem", "dtype"), "int8"),
+        (("problem", "precision"), "medium"),
+        (("problem", "factors"), []),
+        (("problem", "factors"), [[3, 5, 1], [4, 2, 1]]),
+        (("problem", "factors"), [[3, 5], [4, True]]),
+        (("problem", "factors"), [[1, 1]] * 65),
+        (("launches",), []),
+        (("launches", 0, "family"), "os.system"),
+        (("launches", 0, "steps"), [[0, 1.0]]),
+        (("launches", 0, "config"), {}),
+        (("launches", 0, "config", "block_s"), True),
+        (("launches", 0, "config", "more"), 1),
+        (("more",), 1),
+    ],
+)
+def test_json_of_a_wrong_type_is_refused(path, value):
+    data = as_json(entry())
+    assert table.entry_from_json(data) == entry()
+    with pytest.raises(ValueError):  # noqa: PT011
+        table.entry_from_json(replaced(data, path, value))
 
 
 def test_the_user_s_table_comes_before_the_shipped_one(tables, monkeypatch):
@@ -394,4 +444,4 @@ def test_export_writes_what_ships(tables, tmp_path):
     folder = tmp_path / "exported"
     one, other = entry(problem(device="NVIDIA H100 80GB HBM3")), entry(problem(device="Some GPU"))
     assert [p.name for p in table.export(folder, [one, other])] == ["nvidia_h100_80gb_hbm3.json", "some_gpu.json"]
-    assert cache.read(folder / "nvidia_h100_80gb_hbm3.json") == {one.problem: one}
+    assert table.read(folder / "nvidia_h100_80gb_hbm3.json") == {one.problem: one}
