@@ -82,7 +82,7 @@ class TuningResult:
         """The result as an entry of a table."""
         from fastkron_py.kron.tune.table import Entry
 
-        return Entry(self.problem, self.choice, self.default_seconds * 1e6, self.best_seconds * 1e6)
+        return Entry(self.problem, self.choice, round(self.default_seconds * 1e6, 3), round(self.best_seconds * 1e6, 3))
 
 
 Report = Callable[[TuningProgress], None]

@@ -11,14 +11,15 @@ import re
 import stat
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Final, get_args, get_origin, get_type_hints
 
-from fastkron_py.kron.families.registry import BY_NAME, TUNABLE
-from fastkron_py.kron.tune.choice import FACTORS_MOST, ITEMSIZE, Choice, Problem, TunedLaunch, is_offered, obstacle, problem_of
+from fastkron_py.kron.families.registry import TUNABLE
+from fastkron_py.kron.tune.choice import FACTORS_MOST, ITEMSIZE, Choice, Problem, is_offered, obstacle, problem_of
 
 if TYPE_CHECKING:
     from fastkron_py.kron.launches import MultiplyProblem
@@ -170,7 +171,7 @@ def merge(path: Path, entries: Sequence[Entry]) -> bool:
     Several processes lose nothing: each reads, merges and replaces under a lock. Invalid entries are kept
     as they are; a file that is no table of this schema is put aside under another name.
     """
-    new = [entry_to_json(entry) for entry in entries]
+    new = [asdict(entry) for entry in entries]
     return _locked(path, lambda: _replace(path, _merged(_raw_entries(path), new)))
 
 
@@ -251,19 +252,9 @@ def _text(entries: list[Any]) -> str:
 # ---- entries as JSON and back ----------------------------------------------------------------
 
 
-def table_to_json(entries: list[Any]) -> dict[str, Any]:
+def table_to_json(entries: Sequence[Any]) -> dict[str, Any]:
     """A table of entries that are JSON objects already."""
-    return {"format": FORMAT, "schema": SCHEMA, "entries": entries}
-
-
-def entry_to_json(entry: Entry) -> dict[str, Any]:
-    """An entry as a JSON object."""
-    return {
-        "problem": asdict(entry.problem),
-        "launches": None if entry.choice is None else [asdict(launch) for launch in entry.choice.launches],
-        "default_us": round(entry.default_us, 3),
-        "best_us": round(entry.best_us, 3),
-    }
+    return {"format": FORMAT, "schema": SCHEMA, "entries": [*entries]}
 
 
 def _entries(text: str) -> list[Any]:
@@ -280,7 +271,9 @@ def _entries(text: str) -> list[Any]:
         raise ValueError("it is no tuning table")
     if data.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {data.get('schema')!r:.20}, not {SCHEMA}")
-    return list(_take(data, "entries", list))
+    if not isinstance(data.get("entries"), list):
+        raise ValueError("it has no list of entries")
+    return list(data["entries"])
 
 
 def parse(text: str, source: str) -> dict[Problem, Entry]:
@@ -309,70 +302,39 @@ def entry_from_json(data: Any) -> Entry:
     Raises:
         ValueError: it describes none, or its choice is not valid.
     """
-    _exactly(data, {"problem", "launches", "default_us", "best_us"})
-    problem, choice = _problem(data["problem"]), None
-    if data["launches"] is not None:
-        launches = _take(data, "launches", list)
-        if not 1 <= len(launches) <= FACTORS_MOST:
-            raise ValueError(f"launches: expected 1 to {FACTORS_MOST}, got {len(launches)}")
-        choice = Choice(tuple([_launch(launch) for launch in launches]))
-        wrong = obstacle(choice, problem)
-        if wrong is not None:
-            raise ValueError(f"launches: {wrong:.200}")
-    return Entry(problem, choice, _microseconds(data, "default_us"), _microseconds(data, "best_us"))
-
-
-def _problem(data: Any) -> Problem:
-    hints = get_type_hints(Problem)
-    _exactly(data, set(hints))
-    values: dict[str, Any] = {name: _pairs(data, name) if name == "factors" else _take(data, name, cls) for name, cls in hints.items()}
-    problem = Problem(**values)
+    entry: Entry = _loaded(Entry, data, "entry")
+    problem = entry.problem
     sizes = (problem.rows, problem.columns, *(size for pair in problem.factors for size in pair))
     is_known = problem.dtype in ITEMSIZE and problem.precision in ("highest", "high")
     if not is_known or not 1 <= len(problem.factors) <= FACTORS_MOST or min(sizes) < 1:
-        raise ValueError(f"an invalid problem: {data!r:.200}")
-    return problem
+        raise ValueError(f"an invalid problem: {data['problem']!r:.200}")
+    for name in ("default_us", "best_us"):
+        if not 0 <= getattr(entry, name) <= LONGEST:  # NaN is neither
+            raise ValueError(f"{name}: expected a number of microseconds, got {getattr(entry, name)}")
+    wrong = None if entry.choice is None else obstacle(entry.choice, problem)
+    if wrong is not None:
+        raise ValueError(f"choice: {wrong:.200}")
+    return entry
 
 
-def _launch(data: Any) -> TunedLaunch:
-    _exactly(data, {"steps", "family", "config"})
-    family, config = _take(data, "family", str), data["config"]
-    if family not in BY_NAME:
-        raise ValueError(f"family: expected one of {', '.join(BY_NAME)}, got {family!r:.60}")
-    return TunedLaunch(_pairs(data, "steps"), family, None if config is None else _config(family, config))
+def _loaded(hint: Any, data: Any, name: str) -> Any:
+    """JSON as a value of exactly this type (True is no integer): a dataclass, a tuple, one of these or None, or a plain value.
+
+    Text is printable, since messages and lists show it. Any is a configuration of a family: the one that has these fields.
+    """
+    if hint is Any:
+        hint = next((cls for family in TUNABLE.values() for cls in family.config_types if _has_fields(data, cls)), type(None))
+    arguments = get_args(hint)
+    if is_dataclass(hint) and _has_fields(data, hint):
+        return hint(**{field: _loaded(each, data[field], field) for field, each in get_type_hints(hint).items()})  # type: ignore[operator]
+    if get_origin(hint) is UnionType:
+        return None if data is None else _loaded(arguments[0], data, name)
+    if get_origin(hint) is tuple and type(data) is list and (arguments[-1] is ... or len(data) == len(arguments)):
+        return tuple([_loaded(arguments[0], each, name) for each in data])
+    if type(data) is not hint or (isinstance(data, str) and not data.isprintable()):
+        raise ValueError(f"{name}: expected {'printable ' * (hint is str)}{getattr(hint, '__name__', hint)}, got {data!r:.60}")
+    return data
 
 
-def _config(family: str, data: Any) -> Any:
-    """The configuration of the family's type that has these fields."""
-    for cls in TUNABLE[family].config_types if family in TUNABLE else ():
-        if isinstance(data, dict) and set(data) == {f.name for f in fields(cls)}:
-            return cls(**{name: _take(data, name, hint) for name, hint in get_type_hints(cls).items()})
-    raise ValueError(f"config: expected one of family {family}, got {data!r:.60}")
-
-
-def _take(data: Any, name: str, cls: type) -> Any:
-    """A member of a JSON object, of exactly this type (True is no integer). Text is printable, since messages and lists show it."""
-    value = data[name] if isinstance(data, dict) and name in data else None
-    if type(value) is not cls or (isinstance(value, str) and not value.isprintable()):
-        raise ValueError(f"{name}: expected {'printable ' * (cls is str)}{cls.__name__}, got {value!r:.60}")
-    return value
-
-
-def _microseconds(data: Any, name: str) -> float:
-    value = data[name]
-    if type(value) not in (int, float) or not 0 <= value <= LONGEST:  # NaN is neither
-        raise ValueError(f"{name}: expected a number of microseconds, got {value!r:.60}")
-    return float(value)
-
-
-def _pairs(data: Any, name: str) -> tuple[tuple[int, int], ...]:
-    pairs = _take(data, name, list)
-    for pair in pairs:
-        if type(pair) is not list or len(pair) != 2 or any(type(number) is not int for number in pair):
-            raise ValueError(f"{name}: expected pairs of integers, got {pair!r:.60}")
-    return tuple((pair[0], pair[1]) for pair in pairs)
-
-
-def _exactly(data: Any, names: set[str]) -> None:
-    if not isinstance(data, dict) or set(data) != names:
-        raise ValueError(f"expected an object with {', '.join(sorted(names))}, got {data!r:.60}")
+def _has_fields(data: Any, cls: Any) -> bool:
+    return isinstance(data, dict) and set(data) == {field.name for field in fields(cls)}
