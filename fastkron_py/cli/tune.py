@@ -37,7 +37,7 @@ def tune(
     clear: Annotated[bool, typer.Option("--clear", help="Empty the table first.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write the table into this folder, a file a device, as tables ship.")] = None,
 ) -> None:
-    """Time the planner's best launches and others around them, and keep the fastest for later calls.
+    """Autotune plans and kernel configurations, and cache the fastest.
 
     FACTORS are P, or P>Q for P rows and Q columns, joined by x; ^N repeats one.
     """
