@@ -13,11 +13,12 @@ import torch
 from tuning_cases import DEVICE, UNMERGED, choice, entry, kernels, noted_launches, problem, single
 
 import fastkron_py
+from benchmarks.kron.programs import pretending
 from fastkron_py import reference
 from fastkron_py.kron.families.fragments import ChainedConfig
 from fastkron_py.kron.families.registry import BY_NAME, TUNABLE
-from fastkron_py.kron.families.tile import SingleConfig
-from fastkron_py.kron.forward import choose_launches, multiply_problem, plan_problem
+from fastkron_py.kron.families.tile import ChainConfig, SingleConfig
+from fastkron_py.kron.forward import choose_launches, launches_of, multiply_problem, plan_problem, with_whole_rows
 from fastkron_py.kron.launches import launch_configs
 from fastkron_py.kron.tune import search, table
 from fastkron_py.kron.tune.choice import TunedLaunch, is_offered, obstacle, problem_of, rows_bucket
@@ -117,6 +118,44 @@ def test_every_family_with_an_offer_is_tried(tables, monkeypatch):
     assert {one.family for one in result.choice.launches} == {"torch_products"}
     y, expected = product()
     assert_close(y, expected)
+
+
+def is_three_stages(launch):
+    return isinstance(launch.config, ChainConfig) and (launch.config.num_warps, launch.config.num_stages) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("factors", "rows", "dtype", "wanted"),
+    [
+        (
+            [(16, 16)] * 3,
+            64,
+            torch.float32,
+            lambda launch: launch.family == "fragments" and launch.config and launch.config.max_registers == 168,
+        ),
+        ([(32, 32)] * 4, 4, torch.float64, is_three_stages),
+        ([(128, 128)] * 2, 16, torch.float32, lambda launch: launch.family == "wgmma"),
+        ([(16, 16)] * 3, 64, torch.bfloat16, lambda launch: launch.family == "whole_row"),
+        ([(8, 8)] * 4, 16, torch.float32, lambda launch: launch.family == "small_factors"),
+    ],
+    ids=["fragments", "tile", "wgmma", "whole_row", "small_factors"],
+)
+def test_the_table_of_a_gpu_that_is_not_here(tables, monkeypatch, factors, rows, dtype, wanted):
+    """Nothing is launched. A choice is the faster the more of its launches are wanted: a table names these, and calls take them."""
+    monkeypatch.setattr(
+        search.Search, "program", lambda self, chosen: launches_of(self.multiply, chosen) and (lambda _: (torch.zeros(()),))
+    )
+    timed_as(monkeypatch, lambda chosen: 2.0 - sum(map(bool, map(wanted, chosen.launches))) / len(chosen.launches))
+    x, matrices = torch.empty(1, rows, math.prod(p for p, _ in factors), 1, dtype=dtype), [torch.empty(1, *f, dtype=dtype) for f in factors]
+    with pretending():
+        result = tune(rows, factors, dtype=dtype, device="cpu")
+        multiply = with_whole_rows(multiply_problem(x, matrices, x.device, "highest"), lambda: True)
+        assert all(map(wanted, result.choice.launches)), result.choice
+        assert result.gain == pytest.approx(2)
+        assert table.read(tables) == {result.problem: result.entry}
+        launches = choose_launches(multiply, table.tuned(multiply, plan_problem(multiply)))
+    assert [launch.family for launch in launches] == [launch.family for launch in result.choice.launches]
+    assert [launch.config for launch in launches] == [launch.config for launch in result.choice.launches]
 
 
 def on_absent(name, factors, rows, dtype=torch.float32, columns=1):
