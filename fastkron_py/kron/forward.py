@@ -330,7 +330,7 @@ def add_multiply(
     problem = multiply_problem(x, factors, build.device, precision, not scale.is_one, rows, part, epilogue)
     problem = problem._replace(families=families_in_force.get())
     problem = with_whole_rows(problem, lambda: build.is_aligned(x))
-    launches = launches_of(problem, None if problem.families else tuned(problem, plan_problem(problem)))
+    launches = launches_of(problem, None if problem.families else tuned(problem, lambda: plan_problem(problem)))
     may_move = part is None and x.dtype != torch.float16  # where the product of two entries may overflow
     units = lone_units([(launch.start, launch.stop) for launch in launches], factors) if may_move else []
     others = without_units(build, factors, units, x.numel()) if units else None

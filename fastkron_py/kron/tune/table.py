@@ -69,17 +69,19 @@ def is_off() -> bool:
     return os.environ.get("FASTKRON_TUNING", "").lower() in ("off", "0")
 
 
-def tuned(multiply: MultiplyProblem, planned: PlanProblem) -> Choice | None:
+def tuned(multiply: MultiplyProblem, planned: Callable[[], PlanProblem]) -> Choice | None:
     """The tuned choice for a multiply, or None for the closed form.
 
     Args:
         multiply: that is looked up.
-        planned: the problem of its plan; where families do not offer the choice's launches, on a device of the same name with another
-            chip or for operands of another alignment, the closed form's are taken.
+        planned: gives the problem of its plan; where families do not offer the choice's launches, on a device of the same name with
+            another chip or for operands of another alignment, the closed form's are taken.
     """
     problem = problem_of(multiply)
     choice = None if problem is None else lookup(problem)
-    return choice if problem is not None and choice is not None and is_offered(choice, problem.factors, planned) else None
+    if problem is None or choice is None or not is_offered(choice, problem.factors, planned()):
+        return None
+    return choice
 
 
 def lookup(problem: Problem) -> Choice | None:

@@ -11,13 +11,13 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
 import pytest
 import torch
-from tuning_cases import CHAIN, SINGLE, UNMERGED, carry_out, choice, entry, kernels, launches_by, noted_launches, operands, problem, single
+from tuning_cases import CHAIN, UNMERGED, carry_out, choice, entry, kernels, launches_by, noted_launches, operands, problem, single
 from tuning_cases import expected as truth
 
 import fastkron_py
@@ -380,13 +380,9 @@ def test_shipped_tables_are_valid_and_offered(tables, device, name):
         assert e.choice is None or is_offered(e.choice, p.factors, plan_problem(multiply))
 
 
-@pytest.mark.parametrize("config", [None, SINGLE, CHAIN, ChainedConfig(16, 4, 0, 128, False)])
-def test_there_and_back(config):
-    family = "fragments" if isinstance(config, ChainedConfig) else "tile"
-    one = TunedLaunch(((0, 1), (1, 2)), family, config)
-    if config in (None, SINGLE):
-        one = replace(one, steps=((0, 2),))
-    e = entry(problem([(16, 16)] * 2) if one.steps[1:] else problem(), choice(one))
+@pytest.mark.parametrize(("family", "config"), [("tile", CHAIN), ("fragments", ChainedConfig(16, 4, 0, 128, False)), ("whole_row", None)])
+def test_there_and_back(family, config):
+    e = entry(problem([(16, 16)] * 2), choice(TunedLaunch(((0, 1), (1, 2)), family, config)))
     assert table.entry_from_json(as_json(e)) == e
 
 

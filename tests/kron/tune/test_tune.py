@@ -153,7 +153,7 @@ def test_the_table_of_a_gpu_that_is_not_here(tables, monkeypatch, factors, rows,
         assert all(map(wanted, result.choice.launches)), result.choice
         assert result.gain == pytest.approx(2)
         assert table.read(tables) == {result.problem: result.entry}
-        launches = choose_launches(multiply, table.tuned(multiply, plan_problem(multiply)))
+        launches = choose_launches(multiply, table.tuned(multiply, lambda: plan_problem(multiply)))
     assert [launch.family for launch in launches] == [launch.family for launch in result.choice.launches]
     assert [launch.config for launch in launches] == [launch.config for launch in result.choice.launches]
 
@@ -213,7 +213,7 @@ from fastkron_py.kron.forward import launches_of, multiply_problem, plan_problem
 from fastkron_py.kron.tune.table import tuned
 for x, factors in (operands(problem()), operands(problem(rows=64))):
     one = multiply_problem(x, factors, x.device, "highest")
-    print(len(launches_of(one, tuned(one, plan_problem(one)))))
+    print(len(launches_of(one, tuned(one, lambda: plan_problem(one)))))
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     command = [sys.executable, "-c", code, str(ROOT / "tests")]
