@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastkron_py.kron.tune.choice import Choice, Problem
     from fastkron_py.kron.tune.table import Entry
 
-BUDGET: Final = 60.0
+BUDGET: Final = 120.0  # seconds; one process compiles for two to five of them for each kernel
 
 
 @dataclass(frozen=True)
