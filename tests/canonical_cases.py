@@ -75,7 +75,7 @@ def multiply(x, factors, z=None, alpha=1.0, beta=0.0, precision=None, epilogue="
 
 def backward_program(dy, x, factors, scaled=False, needs=None, shared=None) -> Program:
     """Of dy, x and the factors, to the gradients that are needed (of x and each factor); run with alpha, if it scales."""
-    from fastkron_py.kron.backward import add_backward  # as above
+    from fastkron_py.kron.gradients import add_backward  # as above
     from fastkron_py.kron.scale import Scale
 
     needs = [True] * (1 + len(factors)) if needs is None else needs
@@ -115,6 +115,17 @@ def expected_gradients(dy, x, factors, alpha=1.0):
     """dx and each dF_i of ``alpha * x (F1 (x) ... (x) FN)``, in float64."""
     inputs = [in_double(t).requires_grad_() for t in (x, *factors)]
     return torch.autograd.grad(alpha * dense(inputs[0], inputs[1:]), inputs, in_double(dy))
+
+
+def force_gradients(monkeypatch, algorithm: str) -> None:
+    """Gradients of large factors by one algorithm from now on: "looped", "wgmma", "matmul" or "copying"."""
+    from fastkron_py.kron import gradients  # as above
+    from fastkron_py.kron.families import tile_gradients, torch_products, wgmma
+
+    family = {"looped": tile_gradients, "wgmma": wgmma}.get(algorithm, torch_products)
+    chosen = gradients.chosen_family
+    monkeypatch.setattr(gradients, "chosen_family", lambda problem: chosen(problem) if problem.is_fused else family)
+    monkeypatch.setattr(torch_products, "gradient_algorithm", lambda mode: algorithm)
 
 
 def watch_kernels(monkeypatch) -> list[str]:

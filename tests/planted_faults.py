@@ -147,7 +147,7 @@ FAULTS = [
     Fault("fastkron_py/kron/mode_matmul.py", "[order.index(dim) for dim in range(x.ndim)]", "order", ("tests/kron/test_mode_matmul.py",)),
     Fault("fastkron_py/kron/units.py", "for i in others]\n", "for i in range(len(factors))]\n", ("tests/kron/test_units.py",)),
     Fault(
-        "fastkron_py/kron/saved_intermediate.py",
+        "fastkron_py/kron/gradients.py",
         "need_between = need_x or any(first)",
         "need_between = need_x",
         ("tests/kron/test_saved_intermediate.py",),

@@ -125,8 +125,8 @@ def forced(algorithm: str) -> Iterator[None]:
     Raises:
         NotImplementedError: no kernel has this name.
     """
-    from fastkron_py.kron import backward, forward
-    from fastkron_py.kron.families import one_mode
+    from fastkron_py.kron import forward, gradients
+    from fastkron_py.kron.families import fragments_gradients, one_mode, tile_gradients, torch_products, wgmma
     from fastkron_py.kron.hopper import kernels
 
     if algorithm not in ALGORITHMS:
@@ -136,17 +136,18 @@ def forced(algorithm: str) -> Iterator[None]:
         stack.enter_context(patch.object(forward, "has_choice", lambda *_: True))
         stack.enter_context(patch.object(forward, "best_algorithm", lambda *_: algorithm if by_torch else "kernels"))
         stack.enter_context(patch.object(one_mode, "takes_wgmma", lambda _: algorithm == "wgmma"))
-        stack.enter_context(patch.object(backward, "best_gradient_algorithm", lambda *_: algorithm))
+        family = {"looped": tile_gradients, "wgmma": wgmma, "chained": fragments_gradients}.get(algorithm, torch_products)
+        stack.enter_context(patch.object(gradients, "chosen_family", lambda _: family))
+        stack.enter_context(patch.object(torch_products, "gradient_algorithm", lambda _: algorithm))
         if algorithm != "chained":
             stack.enter_context(patch.object(kernels, "has_chained", lambda *_: False))
-            stack.enter_context(patch.object(backward, "chained_launch", lambda _: None))
         yield
 
 
 def _program(inputs: Inputs) -> Call:
     """The product, or the factor's gradient, as a program of its own."""
-    from fastkron_py.kron.backward import add_backward
     from fastkron_py.kron.forward import add_multiply
+    from fastkron_py.kron.gradients import add_backward
     from fastkron_py.kron.scale import PLAIN
 
     given = [t for t in (inputs.x, inputs.factor, inputs.dy) if t is not None]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from fastkron_py.kron.epilogues import AXPBY, StoreEpilogue
 from fastkron_py.kron.families.registry import family_of
 from fastkron_py.kron.plan.mode import Mode
-from fastkron_py.kron.plan.steps import Launch
+from fastkron_py.kron.plan.steps import GradientProblem, Group, Launch, tile_constants
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.launch import LaunchConfig
@@ -198,3 +198,174 @@ def launch_configs(problem: LaunchProblem, config: Any = None) -> tuple[LaunchCo
         config: a tuned configuration, which is preferred to the closed form's.
     """
     return family_of(problem.launch).launch_configs(problem, config)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupProblem:
+    """The gradients of a group of factors, without its tensors.
+
+    Attributes:
+        split: factors of step A, which come first; the others are step B.
+        is_fused: the group's kernel also multiplies g back.
+        shape: (B, L, before, after) around the group's modes.
+        u: strides of its input.
+        g: strides of the incoming gradient.
+        factor_shapes: (P, Q) of each factor.
+        factor_strides: (B, P, Q) of each factor.
+        need_x: the next gradient, dx, is wanted.
+        need_factors: whether each factor's gradient is wanted.
+        scaled: alpha is not 1, and belongs to dx.
+        precision: of float32 products.
+        dtype: of all tensors but the factors' gradients.
+        gradient_dtype: of the factors' gradients: dtype, or float32 beside a half one.
+        device: of all tensors.
+        neighbours: of the mode before, taken as one mode with the group's.
+    """
+
+    split: int
+    is_fused: bool
+    shape: tuple[int, int, int, int]
+    u: Rows
+    g: Rows
+    factor_shapes: tuple[tuple[int, int], ...]
+    factor_strides: tuple[tuple[int, ...], ...]
+    need_x: bool
+    need_factors: tuple[bool, ...]
+    scaled: bool
+    precision: str
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    device: torch.device
+    neighbours: int = 1
+
+    @property
+    def gpu(self) -> GPU:
+        """Where it runs."""
+        return devices.gpu_of(self.device)
+
+    @property
+    def parts(self) -> int:
+        """Real numbers of an element."""
+        return parts_of(self.dtype)
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of one batch."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(start, stop) of step A, which may be empty, and of step B."""
+        return (0, self.split), (self.split, len(self.factor_shapes))
+
+    @cached_property
+    def step_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows of the product of each step, and columns."""
+        (pa, qa), (pb, qb) = (self.alone.size(*step) for step in self.steps)
+        return (pa, pb), (qa, qb)
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """Modes of a slice of u and of g: rows and columns of the product of the group's factors, times neighbours."""
+        p, q = (math.prod(side) * self.neighbours for side in self.step_sizes)
+        return p, q
+
+    @cached_property
+    def alone(self) -> GradientProblem:
+        """The problem of a plan of the group alone, for one batch of factors."""
+        _, rows, before, after = self.shape
+        itemsize, passes = self.dtype.to_real().itemsize, passes_of(self.dtype, self.precision)
+        return GradientProblem(self.factor_shapes, rows * before, after, itemsize, self.parts, passes, self.gpu)
+
+    @cached_property
+    def mode(self) -> Mode:
+        """The sizes of the group as one mode."""
+        return mode_of(self.shape, *self.sizes, self.dtype, self.precision, self.device)
+
+    @property
+    def fused_seconds(self) -> float:
+        """Modelled seconds of a fused group, whichever family's kernel takes it."""
+        from fastkron_py.kron.families.tile_gradients import fused_seconds
+
+        return self.shape[0] * fused_seconds(Group(0, self.split, len(self.factor_shapes)), self.alone, self.mode)
+
+    @cached_property
+    def addresses(self) -> dict[str, Any]:
+        """Strides and slices of u and g in place."""
+        _, rows, before, after = self.shape
+        p, q = self.sizes
+        merged = before > 1 and self.u.row == before * p * after * self.u.unit and self.g.row == before * q * after * self.g.unit
+        return {
+            "u_strides": in_words(self.u.in_place(p, after, merged), self.dtype),
+            "g_strides": in_words(self.g.in_place(q, after, merged), self.dtype),
+            "num_slices": rows * before * after,
+            "before": before,
+            "after": after,
+            "HEAD": not merged and before != 1,
+            "TAIL": after != 1,
+        }
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """The arguments that every kernel of a fused group has."""
+        _, rows, before, after = self.shape
+        width = before * self.sizes[0] * after
+        dx = Rows(rows * width, width, 1).in_place(self.sizes[0], after, not self.addresses["HEAD"])  # contiguous
+        return self.addresses | {
+            "dx_strides": in_words(dx, self.dtype),
+            "factor_strides": self.factor_strides,
+            "SHAPES": self.factor_shapes,
+            "NEED_X": self.need_x,
+            "SCALE": self.scaled,
+        }
+
+    def tiles(self, block_s: int) -> dict[str, Any]:
+        """The arguments that depend on the slices of a tile."""
+        return tile_constants(self.shape, block_s) | {"num_tiles": math.ceil(self.num_slices / block_s)}
+
+    def with_neighbours(self, count: int) -> GroupProblem:
+        """The same problem with `count` neighbours of the mode before, whose size must be a multiple of count."""
+        groups, rows, before, after = self.shape
+        return replace(self, shape=(groups, rows, before // count, after), neighbours=count)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the columns of a factor, not its rows, are runs of memory, as in the left form, and its gradient is one of real numbers.
+
+        A complex one would be conjugated, too, where u and g change places.
+        """
+        _, p_stride, q_stride = self.factor_strides[0]
+        return p_stride == 1 and q_stride != 1 and not self.dtype.is_complex
+
+    def swapped(self) -> GroupProblem:
+        """The problem of the same gradient, transposed, of a group of one factor: u and g change places."""
+        ((p, q),) = self.factor_shapes
+        ((batch, p_stride, q_stride),) = self.factor_strides
+        return replace(self, u=self.g, g=self.u, factor_shapes=((q, p),), factor_strides=((batch, q_stride, p_stride),))
+
+
+def _as_fused(u: Any, g: Any, factors: Any, dx: Any, sums: Any) -> tuple[Any, ...]:
+    return u, g, factors, dx, sums
+
+
+class GradientLaunch(NamedTuple):
+    """How the gradients of a group are launched.
+
+    Attributes:
+        configs: of the launch, the preferred one first; none where torch multiplies.
+        sums: partial sums that it leaves for each batch of factors.
+        operands: the launch's, of u, g, the factors, dx and the partial sums of both steps.
+        takes_alpha: whether alpha is its scalar.
+        splits_first: whether partial sums are ``[sums, B, P, Q]``, not ``[B, sums, P, Q]``.
+        algorithm: of torch's products (`matmul_step.BY_TORCH`).
+    """
+
+    configs: tuple[LaunchConfig, ...]
+    sums: int
+    operands: Callable[..., tuple[Any, ...]] = _as_fused
+    takes_alpha: bool = True
+    splits_first: bool = False
+    algorithm: str = ""

@@ -61,9 +61,9 @@ class Multiply(NamedTuple):
         """Whether a multiply for gradients is another one, whose intermediate is saved."""
         if self.backend == "torch" or self._is_of_nothing(x):
             return False
-        from fastkron_py.kron.saved_intermediate import halves_of
+        from fastkron_py.kron.gradients import cut_of
 
-        return halves_of(canonical(x, self.factors, self.left), device) is not None
+        return cut_of(canonical(x, self.factors, self.left), device) is not None
 
     def add(
         self, build: Builder, x: Tensor, z: Tensor | None, saves: bool = False, out: Tensor | None = None
@@ -87,14 +87,14 @@ class Multiply(NamedTuple):
                 build.call(_write, (out, y))
             return y, None
         from fastkron_py.kron.forward import add_multiply
-        from fastkron_py.kron.saved_intermediate import add_multiply_saving, halves_of
+        from fastkron_py.kron.gradients import add_multiply_saving, cut_of
 
         precision = resolved(self.precision)
         problem = canonical(x, self.factors, self.left, build.reshape)
         z4 = None if z is None else problem.pack(z.expand(self.result_shape(x)))
-        halves = halves_of(problem, build.device) if saves else None
-        if halves is not None:
-            return add_multiply_saving(build, problem, halves, precision, self.scale, z4)
+        cut = cut_of(problem, build.device) if saves else None
+        if cut is not None:
+            return add_multiply_saving(build, problem, cut, precision, self.scale, z4)
         out4 = None if out is None else problem.pack(out)
         return add_multiply(build, problem.x, problem.factors, precision, self.scale, z4, out4), None
 
@@ -196,19 +196,18 @@ class Multiply(NamedTuple):
             if out is not None:
                 build.call(_write, (out, found[0]))
             return found
-        from fastkron_py.kron.backward import add_backward
-        from fastkron_py.kron.saved_intermediate import add_backward_saved, halves_of
+        from fastkron_py.kron.gradients import add_backward, add_backward_saved, cut_of
 
         precision = resolved(self.precision)
         problem = canonical(x, self.factors, self.left, build.reshape)
         dy4 = problem.pack(dy)
         # Without factor gradients, dx is a multiply as any other.
-        halves = None if between is None or not any(needs[1:]) else halves_of(problem, build.device)
-        if halves is None or between is None:
+        cut = None if between is None or not any(needs[1:]) else cut_of(problem, build.device)
+        if cut is None or between is None:
             out4 = None if out is None else problem.pack(out)
             dx4, dfs = add_backward(build, dy4, problem.x, problem.factors, needs, precision, self.scale, dtype, out4)
         else:
-            dx4, dfs = add_backward_saved(build, problem, halves, (dy4, between), needs, precision, self.scale, dtype)
+            dx4, dfs = add_backward_saved(build, problem, cut, (dy4, between), needs, precision, self.scale, dtype)
         return _unpacked(problem, dx4, dfs)
 
     def _add_gradients_by_torch(self, build: Builder, dy: Tensor, x: Tensor, needs: Sequence[bool]) -> list[Tensor]:

@@ -139,11 +139,14 @@ def unguarded_stores(cubin: bytes) -> int:
 
 def choose_algorithm(algorithm: str) -> None:
     """Multiply modes of wide factors by this algorithm, where the plan does not take the register-chained kernel."""
-    from fastkron_py.kron import backward, forward
-    from fastkron_py.kron.families import one_mode
+    from fastkron_py.kron import forward, gradients
+    from fastkron_py.kron.families import one_mode, tile_gradients, torch_products, wgmma
 
     forward.best_algorithm = lambda mode, has_wgmma, family, is_alone: "chained" if family == "fragments" else algorithm  # type: ignore[assignment]
-    backward.best_gradient_algorithm = lambda mode, has_wgmma: algorithm  # type: ignore[assignment]
+    family = {"looped": tile_gradients, "wgmma": wgmma}.get(algorithm, torch_products)
+    chosen = gradients.chosen_family
+    gradients.chosen_family = lambda case: chosen(case) if case.is_fused else family  # type: ignore[assignment, return-value]
+    torch_products.gradient_algorithm = lambda mode: algorithm  # type: ignore[assignment]
     one_mode.takes_wgmma = lambda case: algorithm == "wgmma"  # type: ignore[assignment]
 
 

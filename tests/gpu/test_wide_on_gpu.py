@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from canonical_cases import backward, by_factors, multiply, problem
+from canonical_cases import backward, by_factors, force_gradients, multiply, problem
 
-from fastkron_py.kron import backward as backward_module
 from fastkron_py.kron import forward
 from fastkron_py.kron.families import one_mode
 from fastkron_py.kron.hopper import kernels
@@ -38,7 +37,7 @@ ALGORITHMS = ("wgmma", "matmul", "copying", "looped")
 
 def choose(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
     monkeypatch.setattr(forward, "best_algorithm", lambda *_: algorithm)
-    monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
+    force_gradients(monkeypatch, algorithm)
     monkeypatch.setattr(one_mode, "takes_wgmma", lambda case: algorithm == "wgmma")
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from canonical_cases import CASES, DTYPES, backward, backward_program, dense, expected_gradients, problem, rounding_steps
 
-from fastkron_py.kron import backward as launches
-from fastkron_py.kron.plan import gradient as planning
+from fastkron_py.kron import gradients
+from fastkron_py.kron.plan.steps import Group
 from fastkron_py.testing import assert_close
 
 
@@ -112,7 +112,7 @@ def fused(program):
 
 @pytest.fixture
 def one_factor_a_group(monkeypatch):
-    monkeypatch.setattr(launches, "gradient_plan", lambda shapes, *_: tuple(planning.Group(i, i, i + 1) for i in range(len(shapes))))
+    monkeypatch.setattr(gradients, "gradient_plan", lambda problem: tuple(Group(i, i, i + 1) for i in range(len(problem.shapes))))
 
 
 @pytest.mark.usefixtures("one_factor_a_group")
@@ -167,7 +167,7 @@ def test_of_multiplied_out_factors_some(device):
 @pytest.mark.parametrize("split", [0, 1], ids=["multiplied out", "chain"])
 def test_an_infinity_stays_out_of_the_padding(device, monkeypatch, split, which):
     """Three rows in tiles of two or four, odd widths: what is not there is not multiplied by the infinity of a factor."""
-    monkeypatch.setattr(launches, "gradient_plan", lambda *_: (planning.Group(0, split, 2),))
+    monkeypatch.setattr(gradients, "gradient_plan", lambda _: (Group(0, split, 2),))
     x, dy = (torch.rand(1, 3, 35, 1, dtype=torch.float64, device=device) + 0.5 for _ in range(2))
     factors = [torch.rand(1, p, p, dtype=torch.float64, device=device) for p in (5, 7)]
     factors[which][0, 0, 0] = math.inf

@@ -13,10 +13,10 @@ import torch
 
 import fastkron_py
 from fastkron_py import kron_matmul, kron_matmul_left, reference
-from fastkron_py.kron import saved_intermediate
-from fastkron_py.kron.plan import saved_intermediate as plan
-from fastkron_py.kron.plan.gradient import Numbers
-from fastkron_py.kron.plan.saved_intermediate import Cut, Whole, find_cut
+from fastkron_py.kron import gradients
+from fastkron_py.kron.plan import gradients as plan
+from fastkron_py.kron.plan.gradients import Cut, find_cut
+from fastkron_py.kron.plan.steps import GradientProblem
 from fastkron_py.runtime.builder import describe
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.gpu import HOPPER
@@ -39,14 +39,14 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The cuts that are made, of tensors of any size."""
     made: list[Cut] = []
 
-    def noted(*arguments: Any) -> Cut | None:
-        cut = find_cut(*arguments)
+    def noted(problem: GradientProblem) -> Cut | None:
+        cut = find_cut(problem)
         made.extend([] if cut is None else [cut])
         return cut
 
     monkeypatch.setattr(plan, "LEAST_BYTES", 0)
-    monkeypatch.setattr(plan, "WORTH", 10.0)
-    monkeypatch.setattr(saved_intermediate, "find_cut", noted)
+    monkeypatch.setattr(plan, "WORTH_SAVING", 10.0)
+    monkeypatch.setattr(gradients, "find_cut", noted)
     CACHE.forget()
     with fastkron_py.backend("triton"):
         yield made
@@ -64,7 +64,7 @@ def problem(shapes: list[tuple[int, int]], left: bool, dtype: torch.dtype, devic
 
 def test_the_setting_of_precision_changes_before_the_backward_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The intermediate is that of one cut, whatever products cost then; of square factors all cuts have intermediates of one size."""
-    monkeypatch.setattr(saved_intermediate, "find_cut", lambda whole, gpu: Cut(2 if whole.passes == 3 else 1, False))
+    monkeypatch.setattr(gradients, "find_cut", lambda problem: Cut(2 if problem.passes == 3 else 1, False))
     (x, *factors, _), verb = problem([(6, 6), (5, 5), (4, 4)], False, torch.float32, device)
     y = verb(x, factors)
     before = torch.get_float32_matmul_precision()
@@ -116,7 +116,7 @@ def test_without_gradients_nothing_is_cut(device: torch.device, monkeypatch: pyt
     whole = kron_matmul(x.detach(), [f.detach() for f in factors])
     with torch.no_grad():
         assert torch.equal(kron_matmul(x, factors), whole)
-    monkeypatch.setattr(saved_intermediate, "find_cut", lambda *_: None)
+    monkeypatch.setattr(gradients, "find_cut", lambda _: None)
     CACHE.forget()
     assert torch.equal(kron_matmul(x, factors), whole)
 
@@ -136,41 +136,41 @@ def test_backward_passes_in_a_row_and_of_parts(device: torch.device, cuts: list[
     assert cuts
 
 
-def whole(*shapes: tuple[int, int], rows: int = 64, itemsize: int = 4) -> Whole:
-    return Whole(shapes, rows, 1, Numbers(itemsize, 1), 3 if itemsize == 4 else 1)
+def whole(*shapes: tuple[int, int], rows: int = 64, itemsize: int = 4) -> GradientProblem:
+    return GradientProblem(shapes, rows, 1, itemsize, 1, 3 if itemsize == 4 else 1, HOPPER)
 
 
 def test_wide_factors_save_an_intermediate_of_the_size_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
     for itemsize in [2, 4, 8]:
-        monkeypatch.setattr(plan, "WORTH", 0.95)
-        assert find_cut(whole((300, 300), (300, 300), itemsize=itemsize), HOPPER) is not None
-        assert find_cut(whole((300, 300), itemsize=itemsize), HOPPER) is None
+        monkeypatch.setattr(plan, "WORTH_SAVING", 0.95)
+        assert find_cut(whole((300, 300), (300, 300), itemsize=itemsize)) is not None
+        assert find_cut(whole((300, 300), itemsize=itemsize)) is None
 
 
 def test_others_save_small_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "WORTH", 0.95)
-    assert find_cut(whole((64, 64), (64, 64), rows=1024), HOPPER) is None
-    assert find_cut(whole((300, 300), (64, 64), rows=1024), HOPPER) is None
-    assert find_cut(whole((64, 64), (64, 4), rows=1024), HOPPER) == Cut(1, True)
+    monkeypatch.setattr(plan, "WORTH_SAVING", 0.95)
+    assert find_cut(whole((64, 64), (64, 64), rows=1024)) is None
+    assert find_cut(whole((300, 300), (64, 64), rows=1024)) is None
+    assert find_cut(whole((64, 64), (64, 4), rows=1024)) == Cut(1, True)
 
 
 def test_the_larger_of_x_and_the_result_bounds_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 205 x 226 to 262 x 1649 that after the second factor first would be 7 times x, beside 9 of the result."""
-    monkeypatch.setattr(plan, "WORTH", 0.95)
-    assert find_cut(whole((205, 262), (226, 1649), rows=1, itemsize=8), HOPPER) == Cut(1, False)
+    monkeypatch.setattr(plan, "WORTH_SAVING", 0.95)
+    assert find_cut(whole((205, 262), (226, 1649), rows=1, itemsize=8)) == Cut(1, False)
 
 
 def test_a_backward_pass_reads_what_was_saved(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with another intermediate gradients are others."""
     (x, *factors, _), _ = problem(SHAPES["last"], False, torch.float64, device)
     right = torch.autograd.grad(kron_matmul(x, factors).sum(), factors)
-    add = saved_intermediate.add_multiply_saving
+    add = gradients.add_multiply_saving
 
     def spoiled(build: Any, *arguments: Any) -> Any:
         y, between = add(build, *arguments)
         return y, build.call(torch.zeros_like, (between,), describe(between.shape, between.dtype))
 
-    monkeypatch.setattr(saved_intermediate, "add_multiply_saving", spoiled)
+    monkeypatch.setattr(gradients, "add_multiply_saving", spoiled)
     CACHE.forget()
     wrong = torch.autograd.grad(kron_matmul(x, factors).sum(), factors)
     assert not torch.allclose(wrong[0], right[0])
@@ -206,5 +206,5 @@ def test_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
         (((512, 2),), 1 << 14, None),
     ]:
         monkeypatch.undo()
-        assert find_cut(Whole(shapes, rows, 1, Numbers(4), 3), HOPPER) == cut
-        assert find_cut(Whole(shapes, 4, 1, Numbers(4), 3), HOPPER) is None  # small
+        assert find_cut(whole(*shapes, rows=rows)) == cut
+        assert find_cut(whole(*shapes, rows=4)) is None  # small

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits_of, without
 from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step, balanced, merged, narrow_half_share, run_of
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.sizes import SECTOR_BYTES, is_power_of_two, next_power_of_two
@@ -51,14 +52,6 @@ _ROUND: Final = {"float32": 2, "float16": 1, "bfloat16": 0}
 _RUNTIME: Final = 0  # a stride that a kernel is not compiled for,
 _RUNTIME_NARROW: Final = -1  # with all of a tile's offsets below 2^31
 _MOST_OFFSET: Final = 2**31 - 1
-SLICE: Final = -1  # in place of a step's number: the bit counts slices
-
-
-class Bit(NamedTuple):
-    """One bit of an element's index: of a step's mode, or of the slice."""
-
-    mode: int  # number of the step in the launch, or SLICE
-    digit: int
 
 
 @dataclass(frozen=True)
@@ -76,19 +69,6 @@ class ChainedStep:
     columns: tuple[int, ...]  # bit of p that each bit of the left operand's column stands for, lowest first
 
 
-Bases = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class TileLayout:
-    """(slice, mode) offset of every register, lane and warp bit in a tile `[shape]`."""
-
-    registers: Bases
-    lanes: Bases
-    warps: Bases
-    shape: tuple[int, int]
-
-
 @dataclass(frozen=True)
 class Fragments:
     """A chain's tile from load to store."""
@@ -104,17 +84,11 @@ def chained_pad(size: int) -> int:
     return max(8, next_power_of_two(size))
 
 
-def digits_of(size: int) -> int:
-    """How many bits an index below a power of two has."""
-    return size.bit_length() - 1
-
-
 def _bits(steps: Sequence[Step], done: int, block_s: int) -> list[Bit]:
     """Bits of a tile's index, highest first: the slice, then the modes; those from `done` on have been multiplied."""
-    bits = [Bit(SLICE, i) for i in reversed(range(digits_of(block_s)))]
+    bits = [*reversed(bits_of(SLICE, block_s))]
     for m, step in enumerate(steps):
-        size = chained_pad(step.q if m >= done else step.p)
-        bits += [Bit(m, i) for i in reversed(range(digits_of(size)))]
+        bits += reversed(bits_of(m, chained_pad(step.q if m >= done else step.p)))
     return bits
 
 
@@ -126,7 +100,7 @@ def _layout(bits: Sequence[Bit], lanes: Sequence[Bit], warps: Sequence[Bit], blo
     def bases(chosen: Sequence[Bit]) -> Bases:
         return tuple((0, 1 << place[b]) if place[b] < width else (1 << (place[b] - width), 0) for b in chosen)
 
-    registers = [b for b in bits if b not in lanes and b not in warps]
+    registers = without(bits, lanes, warps)
     # Consecutive elements first: the compiler widens a load or store along a thread's first registers.
     registers.sort(key=lambda b: (not (runs and b.mode == SLICE and b < min(lanes[2:])), place[b]))
     return TileLayout(bases(registers), bases(lanes), bases(warps), (block_s, 1 << width))
@@ -195,7 +169,7 @@ def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize
         modes = sorted((b for b in state if b.mode not in (SLICE, m)), key=lambda b: (-b.mode, b.digit))
         runs = y_runs if m == 0 else x_runs if m == last else False
         preferred = slices + modes if runs else modes + slices
-        columns = [Bit(m, i) for i in range(digits_of(p_pad))]
+        columns = bits_of(m, p_pad)
         vector = 0
         if m == last and not x_runs:
             # A thread's elements of one row are consecutive in memory, as many as a 16-byte load takes.
@@ -232,7 +206,7 @@ def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize
         )
         if not loads:
             loads.append(_layout(loaded, [*columns[:2], *rows.lanes], rows.warps, block_s, x_runs))
-        state = [*reversed(rows.ordered()), *(Bit(m, i) for i in reversed(range(digits_of(q_pad))))]
+        state = [*reversed(rows.ordered()), *reversed(bits_of(m, q_pad))]
     store = _layout(stored, [Bit(0, 1), Bit(0, 2), *chosen[-1].lanes], chosen[-1].warps, block_s, y_runs)
     return Fragments(tuple(done), loads[0], store, tuple(state.index(b) for b in stored))
 

@@ -11,8 +11,10 @@ from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.sizes import next_power_of_two
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.kron.launches import GradientLaunch, GroupProblem, LaunchProblem
     from fastkron_py.runtime.launch import LaunchConfig
+
+name: Final = "narrow"  # of gradients: in a product its launches are those of tile
 
 # Widest result, and most elements of a factor with its columns padded to a power of two, by bytes of an element: beyond these the
 # multiply-adds take longer than the memory, and tensor cores are faster, whose tiles a narrower factor leaves mostly empty (measured on
@@ -142,3 +144,34 @@ def launch_config(problem: LaunchProblem, common: dict[str, Any]) -> LaunchConfi
         "num_warps": config.num_warps,
     }
     return LaunchConfig(_narrow_multiply_fwd_kernel, (min(num_tiles, problem.gpu.multiprocessors * config.programs_per_sm),), arguments)
+
+
+def gradient_seconds(problem: GroupProblem) -> float | str:
+    """A fused group of one step."""
+    is_real_step = problem.is_fused and problem.split == 0 and not problem.dtype.is_complex
+    if not is_real_step or not is_narrow_gradient(*problem.sizes, problem.dtype.itemsize):
+        return f"takes one step of real numbers, of up to {GRADIENT_WIDTH} rows and columns"
+    return problem.fused_seconds
+
+
+def gradient_launch(problem: GroupProblem) -> GradientLaunch:
+    """The gradients of a step in one launch."""
+    from fastkron_py.kron.kernels.narrow_backward import _narrow_multiply_bwd_kernel
+    from fastkron_py.kron.launches import GradientLaunch
+    from fastkron_py.runtime.launch import LaunchConfig
+    from fastkron_py.tiling.arithmetic import arithmetic
+
+    (groups, _, _, after), (p, q) = problem.shape, problem.sizes
+    config = narrow_gradient_config(p, q, problem.dtype.itemsize, problem.num_slices, after, groups, problem.gpu)
+    arguments = problem.common | problem.tiles(config.block_s)
+    arguments |= {
+        "ACC": arithmetic(problem.dtype, problem.precision, True).acc,
+        "programs": config.programs,
+        "RUN": config.run,
+        "P": p,
+        "Q": q,
+        "P_PAD": next_power_of_two(p),
+        "Q_PAD": next_power_of_two(q),
+        "num_warps": config.num_warps,
+    }
+    return GradientLaunch((LaunchConfig(_narrow_multiply_bwd_kernel, (groups * config.programs,), arguments),), config.programs)

@@ -14,8 +14,7 @@ from fastkron_py.kron.families import fragments, torch_products, wgmma
 from fastkron_py.kron.families.torch_products import (
     copying_seconds,
     gemm_seconds,
-    gradient_copying_seconds,
-    gradient_product_seconds,
+    gradient_product_times,
     matmul_seconds,
     takes_copies,
     takes_gemm,
@@ -170,30 +169,25 @@ def multiply_times(mode: Mode, has_wgmma: bool, family: str = "tile", is_alone: 
     return times
 
 
-def best_gradient_algorithm(mode: Mode, has_wgmma: bool) -> str:
-    """The fastest of `gradient_times`."""
-    times = gradient_times(mode, has_wgmma)
-    return min(times, key=times.__getitem__)
+def looped_gradient_seconds(mode: Mode) -> float:
+    """Seconds of the plain Triton kernel for a factor's gradient; the mode is the multiply that is differentiated."""
+    share = (_GRADIENT_SCATTERED if mode.is_scattered else _GRADIENT_UNEVEN if mode.p % 64 or mode.q % 64 else _LOOPED)[mode.itemsize]
+    blocks = [filled(size, min(64, padded(size))) for size in (mode.p, mode.q)]
+    looped = mode.operations / (math.prod(blocks) * mode.gpu.rate(mode.itemsize) / mode.passes * share)
+    return max(looped, mode.traffic(2.0)) + _GRADIENT_START + 2 * LAUNCH
 
 
 def gradient_times(mode: Mode, has_wgmma: bool) -> dict[str, float]:
-    """Seconds of each algorithm for a factor's gradient: "wgmma", "matmul" (of runs, then their sum), "copying" and "looped".
+    """Seconds of each algorithm for a factor's gradient: "looped", "wgmma", "matmul" (of runs, then their sum) and "copying".
 
     Args:
         mode: the multiply that is differentiated.
         has_wgmma: whether the kernel for Hopper may be used.
     """
-    gpu = mode.gpu
-    share = (_GRADIENT_SCATTERED if mode.is_scattered else _GRADIENT_UNEVEN if mode.p % 64 or mode.q % 64 else _LOOPED)[mode.itemsize]
-    blocks = [filled(size, min(64, padded(size))) for size in (mode.p, mode.q)]
-    looped = mode.operations / (math.prod(blocks) * gpu.rate(mode.itemsize) / mode.passes * share)
-    times = {"looped": max(looped, mode.traffic(2.0)) + _GRADIENT_START + 2 * LAUNCH}
+    times = {"looped": looped_gradient_seconds(mode)}
     if has_wgmma:
         times["wgmma"], _ = gradient_config(mode)
-    times["matmul"] = gradient_product_seconds(mode)
-    if takes_copies(mode):
-        times["copying"] = gradient_copying_seconds(mode)
-    return times
+    return times | gradient_product_times(mode)
 
 
 def planned_seconds(launch: Launch, mode: Mode, has_wgmma: bool) -> float:

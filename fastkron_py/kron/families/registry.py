@@ -12,7 +12,7 @@ from fastkron_py.kron.families import fragments, slice_pair, small_factors, tile
 from fastkron_py.kron.plan.steps import Candidate, Launch, PlanProblem, Segment
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.kron.launches import GradientLaunch, GroupProblem, LaunchProblem
     from fastkron_py.runtime.launch import LaunchConfig
 
 
@@ -59,6 +59,26 @@ FAMILIES: Final[tuple[Family, ...]] = (tile, slice_pair, whole_row, small_factor
 
 BY_NAME: Final = {family.name: family for family in FAMILIES}
 TUNABLE: Final[dict[str, Tunable]] = {family.name: family for family in (tile, fragments)}
+
+
+class GradientFamily(Protocol):
+    """A family of kernels that compute gradients. Its module is imported by backward passes alone, where products need none of it."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    def gradient_seconds(self, problem: GroupProblem) -> float | str:
+        """Return the modelled seconds of a group's gradients and, of a fused group, its dx; or what is in the way."""
+
+    def gradient_launch(self, problem: GroupProblem) -> GradientLaunch:
+        """Return how a group is launched that the family takes."""
+
+
+def gradient_families() -> tuple[GradientFamily, ...]:
+    """Return the families with gradients; of equal seconds, those of the earlier one are taken."""
+    from fastkron_py.kron.families import fragments_gradients, narrow, tile_gradients
+
+    return (narrow, fragments_gradients, tile_gradients, wgmma, torch_products)
 
 
 def family_of(launch: Launch) -> Family:

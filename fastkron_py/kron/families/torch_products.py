@@ -11,7 +11,7 @@ from fastkron_py.kron.plan.mode import LAUNCH, Mode, ceil, filled
 from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.kron.launches import GradientLaunch, GroupProblem, LaunchProblem
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "torch_products"
@@ -174,6 +174,12 @@ def gradient_copying_seconds(mode: Mode) -> float:
     return max(product, mode.traffic()) + max(mode.traffic(_GRADIENT_COPIES), 2 * LAUNCH) + 2 * LAUNCH
 
 
+def gradient_product_times(mode: Mode) -> dict[str, float]:
+    """Seconds of a factor's gradient by products in place, "matmul", and of copies where these may be worth their time, "copying"."""
+    times = {"matmul": gradient_product_seconds(mode)}
+    return times | {"copying": gradient_copying_seconds(mode)} if takes_copies(mode) else times
+
+
 def takes_gemm(mode: Mode) -> bool:
     """Whether the main loop of linear layers takes the mode: the last one, of half types, in rows that begin on 16 bytes."""
     is_aligned = mode.p % 8 == 0 and mode.q % 8 == 0
@@ -202,3 +208,21 @@ def candidates(segment: Segment) -> list[Candidate] | str:
 def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
     """None: its steps are calls of torch (`kron.matmul_step`)."""
     return ()
+
+
+def gradient_seconds(problem: GroupProblem) -> float | str:
+    """The gradient of one factor."""
+    return "takes one factor that no kernel takes with dx" if problem.is_fused else min(gradient_product_times(problem.mode).values())
+
+
+def gradient_algorithm(mode: Mode) -> str:
+    """The fastest of `gradient_product_times`."""
+    times = gradient_product_times(mode)
+    return min(times, key=times.__getitem__)
+
+
+def gradient_launch(problem: GroupProblem) -> GradientLaunch:
+    """No launch, but how torch multiplies (`kron.matmul_step`)."""
+    from fastkron_py.kron.launches import GradientLaunch
+
+    return GradientLaunch((), 1, algorithm=gradient_algorithm(problem.mode))

@@ -11,7 +11,7 @@ from fastkron_py.kron.plan.mode import BLOCK_K, LAUNCH, Mode, ceil
 from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.kron.launches import GradientLaunch, GroupProblem, LaunchProblem
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "wgmma"
@@ -164,15 +164,23 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
     )
 
 
-def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchConfig, int]:
-    """The launch of a factor's gradient, on (u, (g,), partial sums twice), and the number of splits.
+def gradient_seconds(problem: GroupProblem) -> float | str:
+    """The gradient of one factor."""
+    from fastkron_py.kron.hopper import kernels
 
-    Args:
-        mode: the multiply that is differentiated.
-        addresses: `GradientProblem.addresses`.
-    """
+    if problem.is_fused:
+        return "takes one factor that no kernel takes with dx"
+    if not kernels.has_wide(problem.device, problem.dtype):
+        return "takes a Hopper GPU, and float32 or half precision"
+    return gradient_config(problem.mode)[0]
+
+
+def gradient_launch(problem: GroupProblem) -> GradientLaunch:
+    """The launch of a factor's gradient, over splits of the slices."""
     from fastkron_py.kron.kernels.sliced_multiply import epilogue_plain
+    from fastkron_py.kron.launches import GradientLaunch
 
+    mode, addresses = problem.mode, problem.addresses
     _, config = gradient_config(mode)
     size = mode.p * mode.q
     fastest = 4 if addresses["TAIL"] else 2 if addresses["HEAD"] else 1
@@ -202,7 +210,8 @@ def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchCon
         },
         addresses,
     )
-    return launch, config.splits
+    taken = (launch,), config.splits
+    return GradientLaunch(*taken, lambda u, g, _, __, sums: (u, (g,), sums[1], sums[1]), takes_alpha=False, splits_first=True)
 
 
 def _in_use(mode: Mode, strides: Sequence[int], slices: Mapping[str, Any]) -> tuple[int, int, int, int, int]:

@@ -1,7 +1,7 @@
 """Gradients of one step in a Hopper tensor core's own registers: u and g pass through shared memory once, unchanged.
 
 Tiles are copied there asynchronously, some ahead of the one that is multiplied, and each product loads its operands in the
-arrangement that its instructions want (`plan.chained_gradient`): no data is moved between registers, and halves of
+arrangement that its instructions want (`families.fragments_gradients`): no data is moved between registers, and halves of
 three-pass TF32 are made there. `fused_backward` holds the same computation in plain Triton, for every other device and for tests.
 """
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import builtin
 
-from fastkron_py.kron.families.fragments import digits_of
+from fastkron_py.kron.bits import digits_of
 from fastkron_py.kron.hopper.tile import fetch_tile, fetched_tile, in_order, load_tile, make_tile, store_tile, tile_buffer, twos
 from fastkron_py.runtime.gluon_names import barrier
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32

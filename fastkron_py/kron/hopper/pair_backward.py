@@ -1,6 +1,6 @@
-"""Gradients of a chain of two steps in a Hopper tensor core's own registers: `plan.chained_pair` says which element is where.
+"""Gradients of a chain of two steps in a Hopper tensor core's own registers: `families.fragments_gradients` says what is where.
 
-Like `chained_backward`, whose tiles and loads these are. Each warp takes slices of its own, and the result that one product leaves in its
+Like `hopper.backward`, whose tiles and loads these are. Each warp takes slices of its own, and the result that one product leaves in its
 registers is the next one's operand as it stands, so that all that crosses shared memory are u, g, and dx where slices are
 neighbours in memory. `g A^T` is made twice, once for each operand that it is: cheaper than transposing it.
 """

@@ -1,4 +1,7 @@
-"""What families of kernels see of a Kronecker multiply: its problem, segments of its factors, steps, and the launches that share them."""
+"""What families of kernels see of a Kronecker multiply: its problem, segments of its factors, steps, and the launches that share them.
+
+The same of a backward pass: its problem, and groups of factors whose gradients are computed together.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
+
+from fastkron_py.kron.plan.mode import Mode
+from fastkron_py.runtime.gpu import GPU
 
 # The smallest side of a tensor-core product in Triton.
 DOT_SIDE: Final = 16
@@ -166,6 +172,62 @@ class Segment:
     def moved(self) -> int:
         """Elements that are read and written, for each row and column."""
         return self.outside * (math.prod(self.ps[self.start : self.stop]) + math.prod(self.qs[self.start : self.stop]))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Factors start to stop of a backward pass: those before split are step A, the others step B; without step A, split is start.
+
+    One kernel takes a fused group; any other is one factor, whose gradient and whose product with g are launches of their own.
+    """
+
+    start: int
+    split: int
+    stop: int
+    fused: bool = True
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of each step."""
+        return ((self.start, self.split), (self.split, self.stop)) if self.split > self.start else ((self.start, self.stop),)
+
+
+class GradientProblem(NamedTuple):
+    """Everything that the plan of a backward pass depends on.
+
+    Attributes:
+        shapes: (P, Q) of the factors.
+        rows: products that share the factors: rows of x times batches.
+        columns: elements after the last factor's mode; above 1 no slice is one run of memory.
+        itemsize: bytes of a real number.
+        parts: real numbers of an element.
+        passes: over the tensor cores; 3 for float32 as such.
+        gpu: where it runs.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    rows: int
+    columns: int
+    itemsize: int
+    parts: int
+    passes: int
+    gpu: GPU
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element."""
+        return self.itemsize * self.parts
+
+    def size(self, start: int, stop: int) -> tuple[int, int]:
+        """(P, Q) of factors start to stop multiplied out."""
+        mine = self.shapes[start:stop]
+        return math.prod([p for p, _ in mine]), math.prod([q for _, q in mine])
+
+    def mode(self, start: int, stop: int, widths: Sequence[int]) -> Mode:
+        """The mode of factors start to stop, where all modes have these widths."""
+        runs, after = self.rows * math.prod(widths[:start]), math.prod(widths[stop:]) * self.columns
+        p, q = self.size(start, stop)
+        return Mode(1, runs, after, self.parts * p, self.parts * q, self.itemsize, self.passes, self.gpu)
 
 
 Candidate = tuple[float, Launch]  # the modelled cost for each row and column, but for the launch itself, and the launch

@@ -1,4 +1,4 @@
-"""The assignments of the step gradients' register-chained kernel, carried out on the CPU: its permutations and products."""
+"""The assignments of a step's gradients by register-resident fusion, carried out on the CPU: its permutations and products."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.families.fragments import SLICE, Bit
-from fastkron_py.kron.plan.chained_gradient import (
+from fastkron_py.kron.bits import SLICE, Bit
+from fastkron_py.kron.families.fragments_gradients import (
     REPEATED,
     ROW,
     Operand,

@@ -1,4 +1,4 @@
-"""The assignments of the pair gradients' register-chained kernel, carried out on the CPU: its permutations and products."""
+"""The assignments of a pair's gradients by register-resident fusion, carried out on the CPU: its permutations and products."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.families.fragments import SLICE, Bit
-from fastkron_py.kron.plan.chained_gradient import REPEATED, ROW, Operand, bases
-from fastkron_py.kron.plan.chained_pair import (
-    WARPS,
-    WIDTHS,
+from fastkron_py.kron.bits import SLICE, Bit
+from fastkron_py.kron.families.fragments_gradients import (
+    PAIR_WARPS,
+    PAIR_WIDTHS,
+    REPEATED,
+    ROW,
     Constant,
+    Operand,
     PairGradient,
     PairGradientConfig,
     Permutation,
+    bases,
     pair_gradient,
     pair_gradient_config,
 )
@@ -29,7 +32,7 @@ def config_of(p: tuple[int, int], q: tuple[int, int], runs: bool) -> PairGradien
     return pair_gradient_config(p, q, 1 << 20, 4096 if runs else 1, 1 << 20, 1, MULTIPROCESSORS)
 
 
-PAIRS = tuple(itertools.product(WIDTHS, WIDTHS))
+PAIRS = tuple(itertools.product(PAIR_WIDTHS, PAIR_WIDTHS))
 CASES = [c for c in itertools.product(PAIRS, PAIRS, (False, True)) if config_of(*c) is not None]
 
 
@@ -122,7 +125,7 @@ def test_every_element_has_one_place(p, q, runs):
         places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n != REPEATED]
         assert sorted(places) == list(range(len(operand.order)))
         assert len(operand.lanes) == 5
-        assert 1 << len(operand.warps) == WARPS
+        assert 1 << len(operand.warps) == PAIR_WARPS
 
 
 @pytest.mark.parametrize(("p", "q", "runs"), [c for c in CASES if c[0] == c[1] and (not c[2] or max(c[0]) == 16)])

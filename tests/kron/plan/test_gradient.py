@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkron_py.kron.plan import gradient
-from fastkron_py.kron.plan.gradient import Numbers
-from fastkron_py.kron.plan.steps import DOT_SIDE
+from fastkron_py.kron.families import tile_gradients
+from fastkron_py.kron.families.tile_gradients import is_fused
+from fastkron_py.kron.plan.gradients import gradient_plan
+from fastkron_py.kron.plan.steps import DOT_SIDE, GradientProblem, Group
 from fastkron_py.runtime.gpu import ADA, HOPPER
 
 SHAPES = [
@@ -30,31 +31,32 @@ SHAPES = [
 
 @pytest.mark.parametrize("gpu", [HOPPER, ADA], ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("columns", [1, 6, 64])
-@pytest.mark.parametrize("numbers", [Numbers(2), Numbers(4), Numbers(8), Numbers(4, 2), Numbers(8, 2)], ids=str)
+@pytest.mark.parametrize("numbers", [(2, 1), (4, 1), (8, 1), (4, 2), (8, 2)], ids=str)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_plans(shapes, numbers, columns, gpu):
-    plan = gradient.gradient_plan(shapes, numbers, 100, columns, gpu)
+    problem = GradientProblem(shapes, 100, columns, *numbers, 1, gpu)
+    plan = gradient_plan(problem)
     assert [g.start for g in plan] + [len(shapes)] == [0] + [g.stop for g in plan]
     for group in plan:
-        last = group.stop == len(shapes) and columns == 1
-        assert group.fused == gradient.is_fused(group, shapes, numbers, last, gpu)
+        assert group.fused == is_fused(group, problem)
         assert group.fused or group.stop == group.start + 1
         if group.fused:
             after = math.prod(q for _, q in shapes[group.stop :]) * columns
-            for num_slices in (1, 37, 10_000):
-                check_configs(group, shapes, numbers, num_slices, after)
+            for rows in (1, 37, 10_000):
+                alone = GradientProblem(shapes[group.start : group.stop], rows, after, *numbers, 1, HOPPER)
+                check_configs(group.split - group.start, alone)
 
 
-def check_configs(group, shapes, numbers, num_slices, after):
-    for config in gradient.fused_configs(group, shapes, numbers, num_slices, after, 3, HOPPER):
-        itemsize, parts = numbers
-        tile = config.block_s * gradient.tile_width(group, shapes, parts)
-        least = DOT_SIDE * gradient.tile_width(group, shapes, parts)
+def check_configs(split, problem):
+    group, itemsize = Group(0, split, len(problem.shapes)), problem.itemsize
+    for config in tile_gradients.fused_configs(problem, split, 3):
+        tile = config.block_s * tile_gradients.tile_width(group, problem)
+        least = DOT_SIDE * tile_gradients.tile_width(group, problem)
         assert config.block_s & (config.block_s - 1) == 0
-        assert tile <= max(gradient.LARGEST_TILE, least)
-        assert config.num_warps == 4 or tile > gradient.TILE // max(1, itemsize // 4)
-        assert 1 <= config.programs <= max(1, math.ceil(gradient.PROGRAMS_PER_SM[itemsize] * 132 / 3))
-        a, b = gradient._pads(shapes, group.start, group.split, parts), gradient._pads(shapes, group.split, group.stop, parts)
+        assert tile <= max(tile_gradients.LARGEST_TILE, least)
+        assert config.num_warps == 4 or tile > tile_gradients.TILE // max(1, itemsize // 4)
+        assert 1 <= config.programs <= max(1, math.ceil(tile_gradients.PROGRAMS_PER_SM[itemsize] * 132 / 3))
+        a, b = tile_gradients._pads(problem, 0, split), tile_gradients._pads(problem, split, group.stop)
         for sides, other, sums in ((a, b, config.sums[0]), (b, a, config.sums[1])):
             if sides == (1, 1):
                 continue
@@ -72,26 +74,30 @@ def test_common_problems_take_few_passes():
         (16, 16, 5): [((0, 1), (1, 2)), ((2, 3),), ((3, 4), (4, 5))],
     }
     for (rows, width, count), expected in groups.items():
-        plan = gradient.gradient_plan(((width, width),) * count, Numbers(4), rows, 1, HOPPER)
+        plan = gradient_plan(GradientProblem(((width, width),) * count, rows, 1, 4, 1, 3, HOPPER))
         assert [g.steps for g in plan] == expected
         assert all(g.fused for g in plan)
 
 
 def test_nothing_spilling_is_fused():
     """Two 64s in a chain spill, and so does a tile of eight slices of two 32s; 128 is too wide for one step. Complex ones count twice."""
-    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((64, 64), (64, 64)), Numbers(4), True, HOPPER)
-    assert gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), Numbers(4), True, HOPPER)
-    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), Numbers(4), False, HOPPER)
-    assert not gradient.is_fused(gradient.Group(0, 0, 1), ((128, 128),), Numbers(4), True, HOPPER)
-    assert gradient.is_fused(gradient.Group(0, 1, 2), ((16, 16), (16, 16)), Numbers(4, 2), True, HOPPER)
-    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), Numbers(4, 2), True, HOPPER)
-    assert not gradient.is_fused(gradient.Group(0, 0, 1), ((64, 64),), Numbers(4, 2), True, HOPPER)
+    for split, shapes, parts, columns, fits in (
+        (1, ((64, 64), (64, 64)), 1, 1, False),
+        (1, ((32, 32), (32, 32)), 1, 1, True),
+        (1, ((32, 32), (32, 32)), 1, 2, False),
+        (0, ((128, 128),), 1, 1, False),
+        (1, ((16, 16), (16, 16)), 2, 1, True),
+        (1, ((32, 32), (32, 32)), 2, 1, False),
+        (0, ((64, 64),), 2, 1, False),
+    ):
+        assert is_fused(Group(0, split, len(shapes)), GradientProblem(shapes, 100, columns, 4, parts, 3, HOPPER)) == fits
 
 
 def test_small_problems_have_a_program_for_every_multiprocessor():
     shapes = ((2, 2),) * 10
-    (group,) = gradient.gradient_plan(shapes, Numbers(4), 200, 1, HOPPER)
-    assert gradient.fused_configs(group, shapes, Numbers(4), 200, 1, 1, HOPPER)[0].programs >= 100
+    problem = GradientProblem(shapes, 200, 1, 4, 1, 3, HOPPER)
+    (group,) = gradient_plan(problem)
+    assert tile_gradients.fused_configs(problem, group.split, 1)[0].programs >= 100
 
 
 @given(
@@ -102,7 +108,7 @@ def test_small_problems_have_a_program_for_every_multiprocessor():
     multiprocessors=st.integers(1, 200),
 )
 def test_the_splits_of_a_wide_factor_hold_every_slice(p, q, itemsize, num_slices, multiprocessors):
-    config = gradient.gradient_config(p, q, itemsize, num_slices, 3, replace(HOPPER, multiprocessors=multiprocessors))
+    config = tile_gradients.factor_config(p, q, itemsize, num_slices, 3, replace(HOPPER, multiprocessors=multiprocessors))
     for block in (config.block_s, config.block_p, config.block_q):
         assert block >= DOT_SIDE
         assert block & (block - 1) == 0

@@ -7,16 +7,16 @@ import random
 
 import pytest
 
-from fastkron_py.kron.plan.gradient import Group, Numbers, gradient_plan
-from fastkron_py.kron.plan.gradient_order import Whole, best_order, seconds
+from fastkron_py.kron.plan.gradients import best_order, gradient_plan, seconds
+from fastkron_py.kron.plan.steps import GradientProblem, Group
 from fastkron_py.runtime.gpu import HOPPER
 
 Shapes = tuple[tuple[int, int], ...]
 
 
 def found(shapes: Shapes, rows: int, itemsize: int = 4) -> tuple[list[Group], list[int]]:
-    groups = gradient_plan(shapes, Numbers(itemsize), rows, 1, HOPPER)
-    return best_order(groups, Whole(shapes, rows, 1, Numbers(itemsize), 3), HOPPER)
+    problem = GradientProblem(shapes, rows, 1, itemsize, 1, 3, HOPPER)
+    return best_order(gradient_plan(problem), problem)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_no_order_of_few_groups_is_much_better() -> None:
     generator = random.Random(4)
     for _ in range(30):
         shapes = tuple((generator.randint(65, 900), generator.randint(65, 900)) for _ in range(4))
-        groups = gradient_plan(shapes, Numbers(4), 1, 1, HOPPER)
-        whole = Whole(shapes, 1, 1, Numbers(4), 3)
-        chosen, order = best_order(groups, whole, HOPPER)
-        mine = seconds([groups[i] for i in order], whole, HOPPER)
+        problem = GradientProblem(shapes, 1, 1, 4, 1, 3, HOPPER)
+        groups = gradient_plan(problem)
+        chosen, order = best_order(groups, problem)
+        mine = seconds([groups[i] for i in order], problem)
         assert len(chosen) == 4
-        assert mine <= 1.25 * min(seconds(p, whole, HOPPER) for p in itertools.permutations(groups))
+        assert mine <= 1.25 * min(seconds(p, problem) for p in itertools.permutations(groups))
