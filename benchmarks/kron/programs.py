@@ -64,11 +64,12 @@ def program_of(parameters: dict[str, Any]) -> dict[str, list[list[str]]]:
     dtype = getattr(torch, parameters["dtype"])
     x, dy = (torch.empty((size, m) if left else (m, size), dtype=dtype) for size in (math.prod(ps), math.prod(qs)))
     factors = [torch.empty((q, p) if left else (p, q), dtype=dtype) for p, q in zip(ps, qs, strict=True)]
-    forward = program.forward([x, *factors, None], (1.0, 0.0, "highest", "triton", left))
-    found = {"forward": forward}
+    given = [x, *factors, None], (1.0, 0.0, "highest", "triton", left)
+    found = {"forward": program.forward(*given)}
     if parameters["kind"] == "backward":
-        if forward.saving is not None:
-            found["saving"] = forward.saving
+        saving = program.forward(*given, saves=True)
+        if saving.saved:
+            found["saving"] = saving
         options = (True, [True] * len(factors), 1.0, "highest", "triton", left)
         found["backward"] = program.gradients([dy, x, *factors, None], options)
     return {name: [_described(step) for step in made._steps] for name, made in found.items()}

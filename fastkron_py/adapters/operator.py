@@ -10,6 +10,7 @@ Derivatives of gradients, and everything inside of torch.func's transforms and f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], optio
 lokr_linear = Operator(
     f"lokr_linear({_TENSORS}, Tensor? base, float scale, float beta, str? precision, str backend) -> Tensor",
     program=program.forward,
+    saving=partial(program.forward, saves=True),
     fake=_fake,
     backward=_backward,
     vmap=_vmap,

@@ -25,7 +25,7 @@ Side = tuple[int, bool]  # a matrix: the number of its factor, and whether it is
 def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = False, out: Tensor | None = None) -> Program:
     """The program of `fastkron::lokr_linear`: x, the factors' matrices and base; scale, beta, precision and backend.
 
-    With saves it also returns tensors for the backward pass: matrices that it made, its intermediate, and those of multiplies.
+    With saves it also returns tensors for a backward pass: matrices that it made, its intermediate, and those of multiplies.
     With out it writes the result there, and returns nothing: to base, or to one more tensor.
     """
     scale, _, precision, backend = options
@@ -46,13 +46,10 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = Fals
     shape = (*x.shape[:-1], math.prod([w.size.rows for w in weights.given]))
     if target is not None:
         return build.program([])
-    if saves:
-        saved += betweens
-        return build.program([y, *saved], [shape, *[t.shape for t in saved]], saved=len(saved))
     if weights.backend == "torch":  # whose multiplies autograd records
         return build.program([y], [shape], differentiable=_composed([t is not None for t in tensors], precision, backend))
-    is_same = not saved and not stages[0].call.saves(x, build.device)
-    return build.program([y], [shape], saving=None if is_same else forward(tensors, options, saves=True))
+    saved = [*saved, *betweens] if saves else []
+    return build.program([y, *saved], [shape, *[t.shape for t in saved]], saved=len(saved))
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:

@@ -11,6 +11,7 @@ Both are multilinear over the real numbers, so the derivative of each is made of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -93,6 +94,7 @@ def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], optio
 kron_matmul = Operator(
     "kron_matmul(Tensor x, Tensor[] factors, Tensor? z, float alpha, float beta, str? precision, str backend, bool left) -> Tensor",
     program=program.forward,
+    saving=partial(program.forward, saves=True),
     fake=_fake,
     backward=_backward,
     jvp=_jvp,

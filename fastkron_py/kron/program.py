@@ -16,7 +16,7 @@ from fastkron_py.runtime.program import Program
 def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = False) -> Program:
     """The program of `fastkron::kron_matmul`: x, the factors and z; alpha, beta, precision, backend and left.
 
-    With saves it returns an intermediate too, for the backward pass, where one is saved.
+    With saves, for a gradient, it returns an intermediate too, if one is saved for the backward pass.
     """
     alpha, beta, precision, backend, left = options
     build = Builder(tensors)
@@ -32,8 +32,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = Fals
     is_plain = backend == "torch" and precision is None and (z is not None or tensors[-1] is None)
     may_differentiate = is_plain and x.numel() and y.numel() and all([f.dtype == x.dtype for f in factors])
     differentiable = small_product(build, x, factors, precision, left, backward=True) if may_differentiate else None
-    saving = forward(tensors, options, saves=True) if not saves and call.saves(x, build.device) else None
-    return build.program([y], [shape], differentiable=differentiable, saving=saving)
+    return build.program([y], [shape], differentiable=differentiable)
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:

@@ -174,7 +174,6 @@ class Builder:
         shapes: Sequence[Sequence[int]] | None = None,
         *,
         differentiable: Callable[..., Tensor] | None = None,
-        saving: Program | None = None,
         saved: int = 0,
     ) -> Program:
         """The program that returns these tensors; each all of a value, in the shape given if there is one.
@@ -183,7 +182,6 @@ class Builder:
             results: of the program.
             shapes: of the results.
             differentiable: the program's `Program.differentiable`.
-            saving: the program's `Program.saving`.
             saved: the program's `Program.saved`.
 
         Raises:
@@ -207,7 +205,7 @@ class Builder:
         count = next(self._numbers)
         found = [Result(v.number, v.result if v.is_called and v.result != v.tensor.shape else None) for v in returned]
         made = Program(self._steps, count, len(self._addresses), Pool(nbytes, tuple(parts)), found, places, self.device)
-        made.differentiable, made.saving, made.saved = differentiable, saving, saved
+        made.differentiable, made.saved = differentiable, saved
         return made
 
     # ---- inside ----------------------------------------------------------------------------------

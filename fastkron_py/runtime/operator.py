@@ -109,6 +109,7 @@ class Operator:
         schema: str,
         *,
         program: Callable[..., Program],
+        saving: Callable[..., Program] | None = None,
         fake: Callable[..., Any],
         backward: Callable[..., Sequence[Tensor | None]] | None = None,
         jvp: Callable[..., Any] | None = None,
@@ -125,6 +126,8 @@ class Operator:
             schema: name, arguments and results, as torch writes them; tensors first, no defaults: the dispatcher drops arguments that
                 equal theirs, and the autograd wrapper then miscounts.
             program: from (tensors, options) to the program that makes the results; the tensors' values are not read.
+            saving: the same where a gradient is wanted, if that may be another program: its last results may be intermediates for the
+                backward pass.
             fake: from the arguments to results without numbers.
             backward: from (saved, cotangents ...) to the tensors' gradients; its operations are derived for the next order.
             jvp: from (saved, tangents of the tensors) to those of the results.
@@ -137,7 +140,7 @@ class Operator:
         """
         self._schema = _Schema(schema)
         self.name = self._schema.name
-        self._build, self._kept, self._unsaved, self._scalars = program, kept, frozenset(unsaved), tuple(scalars)
+        self._build, self._saving, self._kept, self._unsaved, self._scalars = program, saving, kept, frozenset(unsaved), tuple(scalars)
         self._is_single = self._schema.returns == "Tensor"
         self._backward, self._jvp, self._vmap, self._in_torch, self._places = backward, jvp, vmap, in_torch, places
         full = f"{NAMESPACE}::{self.name}"
@@ -177,9 +180,7 @@ class Operator:
             return self._shown(self._function.apply(None, options, *tensors))
         if not takes_fast_path(tensors):
             return self._shown(self.registered(*arguments))
-        program = self._program(tensors, options)
-        if program.saving is not None and wants_gradient(tensors):
-            program = program.saving
+        program = self._program(tensors, options, self._saving is not None and wants_gradient(tensors))
         call = self._call_of(program, tensors)
         found = call(program, given, options)
         CACHE.keep(key, given, program, call, options, self.name)
@@ -227,10 +228,11 @@ class Operator:
             given[index] = (options[index] == 1.0) - (options[index] == 0.0)  # kernels without a product or a sum
         return self.name, *given, *[i for i, t in enumerate(tensors) if t is None]
 
-    def _program(self, tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Program:
+    def _program(self, tensors: Sequence[Tensor | None], options: tuple[Any, ...], saves: bool = False) -> Program:
         places = None if self._places is None else self._places(tensors)
-        key = self._key(tensors, options), *about(tensors), tensors[0].device, places  # type: ignore[union-attr]
-        return CACHE.program(key, lambda: self._build(tensors, options))
+        key = self._key(tensors, options), *about(tensors), tensors[0].device, places, saves  # type: ignore[union-attr]
+        build = self._saving if saves and self._saving is not None else self._build
+        return CACHE.program(key, lambda: build(tensors, options))
 
     def _numbers(self, options: Sequence[Any]) -> tuple[float, ...]:
         return tuple([float(options[i]) for i in self._scalars])

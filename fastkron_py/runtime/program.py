@@ -152,8 +152,7 @@ class Program:
     Attributes:
         differentiable: a function of the inputs and scalars to the one result, of few operations that autograd differentiates in less time
             than an autograd function and its backward pass take.
-        saving: the program that is run instead where a gradient is wanted; its last results are intermediates, for the backward pass.
-        saved: the number of these.
+        saved: the number of its results, the last ones, that are intermediates for the backward pass.
     """
 
     def __init__(
@@ -179,7 +178,6 @@ class Program:
         """
         self._steps = tuple(steps)
         self.differentiable: Callable[..., Tensor] | None = None
-        self.saving: Program | None = None
         self.saved = 0
         self._inputs, self._pool, self._results = inputs, pool, tuple(results)
         self._blank = [None] * (count - inputs)

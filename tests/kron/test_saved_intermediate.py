@@ -6,6 +6,8 @@ In float64 and float32 both ways err by rounding only; in half types the interme
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -119,6 +121,17 @@ def test_without_gradients_nothing_is_cut(device: torch.device, monkeypatch: pyt
     monkeypatch.setattr(gradients, "find_cut", lambda _: None)
     CACHE.forget()
     assert torch.equal(kron_matmul(x, factors), whole)
+
+
+def test_a_product_alone_does_not_import_the_planner_of_backward_passes() -> None:
+    code = """
+import sys, torch, fastkron_py
+with fastkron_py.backend("triton"):
+    fastkron_py.kron_matmul(torch.ones(2, 4), [torch.eye(2)] * 2)
+assert "fastkron_py.kron.forward" in sys.modules
+assert not [m for m in sys.modules if m.startswith("fastkron_py.kron.") and m.endswith("gradients")]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_backward_passes_in_a_row_and_of_parts(device: torch.device, cuts: list[Cut]) -> None:
