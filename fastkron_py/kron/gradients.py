@@ -45,10 +45,15 @@ def offers(problem: GroupProblem) -> dict[GradientFamily, float | str]:
     return {family: family.gradient_seconds(problem) for family in gradient_families()}
 
 
+def least(priced: dict[GradientFamily, float | str]) -> tuple[GradientFamily, float]:
+    """The family of the least seconds, and these."""
+    found = [(family, seconds) for family, seconds in priced.items() if not isinstance(seconds, str)]
+    return min(found, key=lambda offer: offer[1])
+
+
 def chosen_family(problem: GroupProblem) -> GradientFamily:
-    """The family of the least seconds, which computes a group's gradients."""
-    found = {family: seconds for family, seconds in offers(problem).items() if not isinstance(seconds, str)}
-    return min(found, key=found.__getitem__)
+    """The family that computes a group's gradients."""
+    return least(offers(problem))[0]
 
 
 class _Partials:
@@ -125,7 +130,7 @@ def _add_group(
     build: Builder, problem: GroupProblem, u: Tensor, g: Tensor, factors: Sequence[Tensor], dx: Tensor | None, alpha: Scalar | int
 ) -> list[Tensor | None]:
     """Gradients of a group's factors, which lie in memory as the factors do; dx, if there is one, is written."""
-    if not problem.is_fused and problem.is_transposed:
+    if problem.is_transposed:
         (df,) = _add_group(build, problem.swapped(), g, u, [f.mT for f in factors], None, alpha)
         return [None if df is None else df.mT]
     made = chosen_family(problem).gradient_launch(problem)
@@ -312,6 +317,7 @@ def add_backward(
     scale: Scale,
     dtype: torch.dtype,
     out: Tensor | None = None,
+    taken: list[tuple[int, GroupProblem]] | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Gradients of ``alpha * x (F1 (x) ... (x) FN)`` by Triton, in torch's convention: dx is dy by the adjoint factors.
 
@@ -325,6 +331,7 @@ def add_backward(
         scale: alpha.
         dtype: of the factor gradients: x's, or float32 beside a half dtype.
         out: where dx shall be, ``[B, L, K, R]``, contiguous; a new buffer if None.
+        taken: a list of groups to which these are added, each with its first factor, for plans that are printed.
 
     Returns:
         dx ``[B, L, K, R]`` or None, and each dF_i ``[B, P_i, Q_i]`` or None.
@@ -345,6 +352,8 @@ def add_backward(
         go_on = need_x or i + 1 < len(groups)
         final = need_x and group.stop == count
         problem = state.problem(group, u, go_on and group.fused, needed, group.fused and final and not scale.is_one)
+        if taken is not None:
+            taken.append((numbers[0], problem))
         dx = _place_of_dx(build, u, made, out if final else None) if go_on and group.fused else None
         gradients[mine] = _add_group(build, problem, u, state.g, factors[mine], dx, scale.alpha)
         if dx is not None:

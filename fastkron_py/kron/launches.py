@@ -333,12 +333,12 @@ class GroupProblem:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the columns of a factor, not its rows, are runs of memory, as in the left form, and its gradient is one of real numbers.
+        """Whether it is a real factor alone whose columns, not rows, are runs of memory, as in the left form: its gradient lies so too.
 
         A complex one would be conjugated, too, where u and g change places.
         """
         _, p_stride, q_stride = self.factor_strides[0]
-        return p_stride == 1 and q_stride != 1 and not self.dtype.is_complex
+        return not self.is_fused and p_stride == 1 and q_stride != 1 and not self.dtype.is_complex
 
     def swapped(self) -> GroupProblem:
         """The problem of the same gradient, transposed, of a group of one factor: u and g change places."""

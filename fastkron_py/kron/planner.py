@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.canonical import canonical
+from fastkron_py.kron.canonical import Canonical, canonical
 from fastkron_py.kron.checks import check_problem, check_tensors, factor_list
+from fastkron_py.kron.shapes import Shape
 from fastkron_py.runtime.backend import families_in_force, triton_obstacle
 from fastkron_py.runtime.checks import DTYPES, check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -19,6 +20,7 @@ from fastkron_py.runtime.gpu import NAMED
 
 if TYPE_CHECKING:
     from fastkron_py.kron.forward import ChosenLaunch
+    from fastkron_py.kron.launches import GroupProblem
     from fastkron_py.kron.plan.steps import Candidate, PlanProblem
 
 
@@ -58,7 +60,7 @@ def families(*names: str) -> Iterator[None]:
 
 
 class PlannedLaunch(NamedTuple):
-    """A launch of a plan.
+    """A launch of a plan; of a backward pass, a group of factors whose gradients one family computes.
 
     Attributes:
         start: its first factor.
@@ -115,6 +117,10 @@ def kron_plan(
 ) -> Plan:
     """Return the plan of `kron_matmul` (left: `kron_matmul_left`): which launches multiply which factors, and what other families offered.
 
+    With gradients it is the plan of the backward pass, for x and all factors: the groups of factors whose gradients are computed together,
+    in their order. What multiplies between groups is not listed. Costs are modelled seconds then, of the gradients and, of a group in one
+    kernel, of the next group's incoming gradient; one model serves the fused kernels of all families.
+
     Nothing is multiplied, and no GPU is needed, but Triton. The modelled costs are what the planner compares: they are in proportion to
     time for one problem, but are no seconds. A launch of one mode may pass to Hopper's kernel for large factors, or to torch's products,
     after it is planned; its cost is then that of the family that planned it. Tuned choices are not looked up.
@@ -122,7 +128,7 @@ def kron_plan(
     Args:
         x: ``[*batch, M, K]`` (left: ``[*batch, K, M]``), or its shape.
         factors: each ``[*batch, P_i, Q_i]``, or its shape.
-        gradients: of the backward pass; not there yet.
+        gradients: whether the plan is that of the backward pass.
         left: the factors stand on the left of x.
         device: the GPU; its name ("A100", "H100", "H200", "B200", "RTX 3090", "RTX 4090", "RTX 5090", "MI300X") for a plan without one;
             by default x's device, or for shapes the current GPU.
@@ -130,21 +136,20 @@ def kron_plan(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: shapes that do not chain, an empty product, a device on which torch multiplies, or `gradients`.
+        ValueError: shapes that do not chain, an empty product, or a device on which torch multiplies.
 
     Example:
         >>> plan = fastkron_py.kron_plan((1024, 4096), [(64, 64), (64, 64)], device="H100")
         >>> [launch.family for launch in plan.launches]
         ['fragments']
     """
-    if gradients:
-        raise value_error("gradients", "False: plans of backward passes cannot be printed yet", gradients)
     given = [_on_meta("x", x, dtype), *[_on_meta(f"factors[{i}]", f, dtype) for i, f in enumerate(factor_list(factors))]]
     check_tensors(given[0], given[1:], None, ("x", "factors", "z"))
     shape = check_problem(given[0], given[1:], 0, None, left, ("x", "factors", "z"))
     if math.prod(shape) == 0 or given[0].numel() == 0:
         raise value_error("x", "a product that is not empty", f"a result of shape {shape}")
-    return _plan(given[0], given[1:], left, *_device(x, device))
+    found = _device(x, device)
+    return _plan_of_gradients(given[0], given[1:], left, *found) if gradients else _plan(given[0], given[1:], left, *found)
 
 
 def _on_meta(name: str, given: Any, dtype: torch.dtype | None) -> Tensor:
@@ -179,18 +184,57 @@ def _device(x: Any, device: Any) -> tuple[torch.device, str]:
     return found, str(found)
 
 
+def _problem(x: Tensor, factors: Sequence[Tensor], left: bool, device_name: str) -> tuple[Canonical, str]:
+    """The product in canonical form, and in words."""
+    x = x.unsqueeze(-1 if left else 0) if x.ndim == 1 else x
+    problem = canonical(x, factors, left)
+    sizes = " x ".join([f"{f.shape[1]}" if f.shape[1] == f.shape[2] else f"({f.shape[1]}x{f.shape[2]})" for f in problem.factors])
+    text = f"x {list(x.shape)} {'on the right of' if left else 'times'} {sizes}, {str(x.dtype).removeprefix('torch.')}, {device_name}"
+    return problem, text
+
+
+def _plan_of_gradients(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device, device_name: str) -> Plan:
+    from fastkron_py.kron.gradients import add_backward, cut_of, least, offers
+    from fastkron_py.kron.scale import PLAIN
+    from fastkron_py.runtime.builder import Builder
+    from fastkron_py.runtime.precision import resolved
+
+    problem, text = _problem(x, factors, left, device_name)
+    groups, rows, _, columns = problem.x.shape
+    result = (groups, rows, math.prod([f.shape[2] for f in problem.factors]), columns)
+    cut = cut_of(problem, device)
+    passes: list[tuple[slice, Shape, Tensor]] = [(slice(None), result, problem.x)]
+    if cut is not None:
+        passes = [(cut.second, cut.result, x.new_empty(cut.operand)), (cut.first, cut.between, x.new_empty(cut.x))]
+    found: list[tuple[int, GroupProblem]] = []
+    for part, shape, operand in passes:
+        build = Builder([x.new_empty(shape), operand, *problem.factors[part]])
+        build.device = device
+        dy, operand, *mine = build.inputs
+        taken: list[tuple[int, GroupProblem]] = []
+        with families():
+            add_backward(build, dy, operand, mine, [True] * (1 + len(mine)), resolved(None), PLAIN, x.dtype, taken=taken)
+        found += [((part.start or 0) + start, group) for start, group in taken]
+    launches = list[PlannedLaunch]()
+    for start, group in found:
+        priced = offers(group.swapped() if group.is_transposed else group)
+        family, own = least(priced)
+        steps = tuple([step for step in zip(*group.step_sizes, strict=True)][group.split == 0 :])
+        others = {f.name: bid if isinstance(bid, str) else bid / own for f, bid in priced.items() if f is not family}
+        launches.append(PlannedLaunch(start, start + len(group.factor_shapes), steps, family.name, own, others))
+    total = sum([launch.share for launch in launches])
+    return Plan(f"backward pass of {text}", tuple([launch._replace(share=launch.share / total) for launch in launches]), False)
+
+
 def _plan(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device, device_name: str) -> Plan:
     from fastkron_py.kron import forward
     from fastkron_py.runtime.precision import resolved
 
-    x = x.unsqueeze(-1 if left else 0) if x.ndim == 1 else x
-    problem = canonical(x, factors, left)
+    problem, text = _problem(x, factors, left, device_name)
     x4 = problem.x if forward.is_mergeable(problem.x) else problem.x.contiguous()
     multiply = forward.multiply_problem(x4, problem.factors, device, resolved(None))._replace(families=families_in_force.get())
     multiply = forward.with_whole_rows(multiply, lambda: True)
     chosen = forward.choose_launches(multiply, None)
-    sizes = " x ".join([f"{f.shape[1]}" if f.shape[1] == f.shape[2] else f"({f.shape[1]}x{f.shape[2]})" for f in problem.factors])
-    text = f"x {list(x.shape)} {'on the right of' if left else 'times'} {sizes}, {str(x.dtype).removeprefix('torch.')}, {device_name}"
     return Plan(text, _rows(chosen, multiply.factor_shapes, forward.plan_problem(multiply)), any([c.problem.transposed for c in chosen]))
 
 

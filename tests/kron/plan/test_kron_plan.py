@@ -10,7 +10,8 @@ import torch
 import fastkron_py
 from benchmarks.kron.programs import pretending
 from fastkron_py import KroneckerProduct, families, kron_matmul, kron_plan
-from fastkron_py.kron import program, quantize_program
+from fastkron_py.kron import gradients, program, quantize_program
+from fastkron_py.kron.canonical import canonical
 from fastkron_py.kron.families.registry import BY_NAME
 from fastkron_py.runtime.gpu import NAMED
 from fastkron_py.testing import assert_close
@@ -47,6 +48,43 @@ def launched(x: torch.Tensor, factors: list[torch.Tensor], gpu: str, rounds: boo
             made = program.forward([x, *factors, None], (1.0, 0.0, None, "triton", False))
     names = [step.run.configs[0].kernel.__name__ for step in made._steps if hasattr(step.run, "configs")]
     return [KERNELS[name] for name in names if name in KERNELS]
+
+
+BACKWARD_KERNELS = {
+    "_narrow_multiply_bwd_kernel": "narrow",
+    "_chained_step_bwd_kernel": "fragments",
+    "_chained_pair_bwd_kernel": "fragments",
+    "_fused_multiply_bwd_kernel": "tile",
+    "_factor_gradient_kernel": "tile",
+    "_wide_product_kernel": "wgmma",
+}
+BACKWARD = {  # rows, factors, dtype, GPU, families
+    "pair and step": (1024, [(32, 32)] * 3, torch.float32, "H100", ["fragments", "fragments"]),
+    "plain": (1024, [(32, 32)] * 3, torch.float32, "A100", ["tile", "tile"]),
+    "narrow": (100000, [(3, 2)], torch.float32, "RTX 4090", ["narrow"]),
+    "large": (972, [(2144, 2144)], torch.float32, "H100", ["wgmma"]),
+    "large, plain": (189, [(181, 172), (4, 4)], torch.bfloat16, "H100", ["tile", "narrow"]),
+    "saved": (64, [(300, 300)] * 2, torch.float32, "A100", ["torch_products", "torch_products"]),
+}
+
+
+@pytest.mark.parametrize("problem", BACKWARD)
+def test_the_plan_of_gradients_is_what_a_program_launches(problem: str) -> None:
+    rows, shapes, dtype, gpu, wanted = BACKWARD[problem]
+    x, factors = operands(rows, shapes, dtype)
+    plan = kron_plan(x, factors, device=gpu, gradients=True)
+    assert [launch.family for launch in plan.launches] == wanted
+    dy = torch.empty(rows, math.prod([q for _, q in shapes]), dtype=dtype)
+    with pretending(NAMED[gpu]):
+        cut = gradients.cut_of(canonical(x, factors, False), x.device)
+        between = None if cut is None else torch.empty(cut.between, dtype=dtype)
+        made = program.gradients([dy, x, *factors, between], (True, [True] * len(factors), 1.0, None, "triton", False))
+    launches = [step.run.configs[0] for step in made._steps if hasattr(step.run, "configs")]
+    names = [c.kernel.__name__ for c in launches if not c.arguments.get("IS_SLICES", (False,))[0]]  # else the same kernel multiplies
+    assert [BACKWARD_KERNELS[n] for n in names if n in BACKWARD_KERNELS] == [name for name in wanted if name != "torch_products"]
+    assert sum([launch.share for launch in plan.launches]) == pytest.approx(1)
+    assert sorted([i for launch in plan.launches for i in range(launch.start, launch.stop)]) == list(range(len(shapes)))
+    assert str(plan).startswith("backward pass of x [")
 
 
 def operands(rows: int, shapes: list[tuple[int, int]], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -123,8 +161,6 @@ def test_refusals_say_why() -> None:
         pass
     with pytest.raises(ValueError, match="device: expected a GPU, or one of A100"):
         kron_plan(x, factors, device="V100")
-    with pytest.raises(ValueError, match="gradients"):
-        kron_plan(x, factors, device="H100", gradients=True)
     with pytest.raises(ValueError, match="x: expected"):
         kron_plan((0, 16), [(16, 16)], device="H100")
     with pytest.raises(TypeError, match="dtype"):
