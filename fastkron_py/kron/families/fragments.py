@@ -41,11 +41,11 @@ WARP_WIDTH: Final = 16
 BUSY: Final = 64  # tiles of that size: fewer take as long
 PADDING: Final = 0.4  # share of its time that a tile takes longer if half of it is padding
 WARP_ROWS: Final = 16
-# How much longer a register-chained launch takes where slices, not modes, are consecutive, if its tiles consist of runs of two sectors,
+# How much longer a register-resident launch takes where slices, not modes, are consecutive, if its tiles consist of runs of two sectors,
 # less with longer ones, and how many times as long if a tile is one run of a single sector (measured on an H100).
 CROSSING: Final = 0.9
 SINGLE_SECTORS: Final = 1.3
-# Widths up to which the register-chained kernel's neighbours are multiplied out; each gives a candidate.
+# Widths up to which the register-resident kernel's neighbours are multiplied out; each gives a candidate.
 CHAINED_MERGES: Final = (16, 64)
 # TF32 holds float16 and bfloat16 exactly, and its truncated sums have more bits than bfloat16.
 _ROUND: Final = {"float32": 2, "float16": 1, "bfloat16": 0}
@@ -389,7 +389,7 @@ def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, .
 
 
 def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchConfig, ...]:
-    """Launch configurations for the register-chained kernel: with tiles of a loop loaded ahead, where they can be, and without."""
+    """Launch configurations for the register-resident kernel: with tiles of a loop loaded ahead, where they can be, and without."""
     from fastkron_py.kron.hopper import kernels
     from fastkron_py.runtime.launch import LaunchConfig
 

@@ -47,6 +47,28 @@ _SECTOR: Final = SECTOR_BYTES // 4  # elements
 _MOST_OFFSET: Final = 2**31 - 1
 
 
+@dataclass(frozen=True)
+class GradientConfig:
+    """A program's tile and how its warps share it; in a chain they share slices alone."""
+
+    block_s: int
+    chunk: int  # slices that are multiplied at a time
+    warps: tuple[int, int, int]  # over slices, rows and columns of the sum
+    stages: int
+    programs: int  # of each batch of factors
+    neighbours: int = 1  # of the mode before, that make one mode with a step's
+
+    @property
+    def summed(self) -> int:
+        """Neighbours whose gradients are blocks of one sum."""
+        return min(self.neighbours, SUMMED)
+
+    @property
+    def num_warps(self) -> int:
+        """Warps of a program."""
+        return self.warps[0] * self.warps[1] * self.warps[2]
+
+
 # ---- operands ------------------------------------------------------------------------------------
 
 
@@ -145,28 +167,6 @@ class StepGradient:
     back: Back | None  # without dx
 
 
-@dataclass(frozen=True)
-class StepGradientConfig:
-    """A program's tile and how its warps share it."""
-
-    block_s: int
-    chunk: int  # slices that are multiplied at a time
-    warps: tuple[int, int, int]  # over slices, rows and columns of the sum
-    stages: int
-    programs: int  # of each batch of factors
-    neighbours: int = 1  # of the mode before, that make one mode with the step's
-
-    @property
-    def summed(self) -> int:
-        """Neighbours whose gradients are blocks of one sum."""
-        return min(self.neighbours, SUMMED)
-
-    @property
-    def num_warps(self) -> int:
-        """Warps of a program."""
-        return self.warps[0] * self.warps[1] * self.warps[2]
-
-
 def _step_tile(width: int, block_s: int, chunk: int, runs: bool) -> tuple[Bit, ...]:
     """Bits of a place in shared memory: as in global memory, but that a chunk of slices is in one piece; runs: slices are consecutive."""
     modes, slices, inner = bits_of(0, width), bits_of(SLICE, block_s), digits_of(chunk)
@@ -183,7 +183,7 @@ def _split(tile: Sequence[Bit], width: int) -> tuple[list[Bit], list[Bit]]:
     return modes, [*slices, *without(tile, modes, slices)]
 
 
-def step_gradient(p: int, q: int, config: StepGradientConfig, runs: bool, need_x: bool) -> StepGradient:
+def step_gradient(p: int, q: int, config: GradientConfig, runs: bool, need_x: bool) -> StepGradient:
     """Assign the bits of a step's tiles.
 
     Args:
@@ -219,7 +219,7 @@ def step_gradient(p: int, q: int, config: StepGradientConfig, runs: bool, need_x
     return StepGradient(u_tile, g_tile, left, right, _digits(rows), _digits(columns), back)
 
 
-def _back(p: int, q: int, tile: tuple[Bit, ...], config: StepGradientConfig, runs: bool) -> Back:
+def _back(p: int, q: int, tile: tuple[Bit, ...], config: GradientConfig, runs: bool) -> Back:
     """The product with the transposed factor."""
     modes, slices = _split(tile, q)
     warps = slices[len(slices) - digits_of(config.num_warps) :]
@@ -240,7 +240,7 @@ def _back(p: int, q: int, tile: tuple[Bit, ...], config: StepGradientConfig, run
 
 def step_gradient_config(
     p: int, q: int, num_slices: int, after: int, fastest: int, groups: int, multiprocessors: int, need_x: bool
-) -> StepGradientConfig | None:
+) -> GradientConfig | None:
     """The tile for a step, or None where the kernel cannot take it: the single statement of its limits.
 
     Args:
@@ -268,7 +268,7 @@ def step_gradient_config(
     programs = _programs(num_slices // block_s, groups, multiprocessors, per_sm)
     # Warps of a narrow step take neighbours of their own, others slices.
     chunk = CHUNK if narrow else CHUNK * warps[0]
-    return StepGradientConfig(block_s, chunk, warps, 3 if wide else 2, programs, neighbours) if programs else None
+    return GradientConfig(block_s, chunk, warps, 3 if wide else 2, programs, neighbours) if programs else None
 
 
 def _programs(tiles: int, groups: int, multiprocessors: int, per_sm: int) -> int:
@@ -333,21 +333,6 @@ class PairGradient:
     sums: tuple[tuple[Order, Order], tuple[Order, Order]]  # of dA and dB: bit that each bit of a row, and of a column, stands for
 
 
-@dataclass(frozen=True)
-class PairGradientConfig:
-    """A program's tile."""
-
-    block_s: int
-    chunk: int  # slices that are multiplied at a time
-    stages: int
-    programs: int  # of each batch of factors
-
-    @property
-    def num_warps(self) -> int:
-        """Warps of a program."""
-        return PAIR_WARPS
-
-
 def _pair_tile(outer: list[Bit], inner: list[Bit], slices: list[Bit], runs: bool) -> list[Bit]:
     """Bits of a place in shared memory; runs: slices are consecutive in memory, and modes alternate, so that rows of banks have both."""
     if not runs:
@@ -374,7 +359,7 @@ def _constant(dims: tuple[list[Bit], list[Bit]], lanes: list[Bit], row_mode: int
 class _Side:
     """u or g: its tile, and which bits are lanes where it is multiplied along either mode."""
 
-    def __init__(self, modes: tuple[int, int], sizes: tuple[int, int], config: PairGradientConfig, runs: bool) -> None:
+    def __init__(self, modes: tuple[int, int], sizes: tuple[int, int], config: GradientConfig, runs: bool) -> None:
         self.outer, self.inner = (bits_of(m, n) for m, n in zip(modes, sizes, strict=True))
         slices = bits_of(SLICE, config.block_s)
         self.tile = _pair_tile(self.outer, self.inner, slices, runs)
@@ -395,7 +380,7 @@ class _Side:
         return tuple([b if b.mode == SLICE else Bit(0, b.digit + (above if b in self.outer else 0)) for b in bits])
 
 
-def pair_gradient(p: tuple[int, int], q: tuple[int, int], config: PairGradientConfig, runs: bool) -> PairGradient:
+def pair_gradient(p: tuple[int, int], q: tuple[int, int], config: GradientConfig, runs: bool) -> PairGradient:
     """Assign the bits of a chain's tiles.
 
     Args:
@@ -479,7 +464,7 @@ def pair_gradient(p: tuple[int, int], q: tuple[int, int], config: PairGradientCo
 
 def pair_gradient_config(
     p: tuple[int, int], q: tuple[int, int], num_slices: int, after: int, fastest: int, groups: int, multiprocessors: int
-) -> PairGradientConfig | None:
+) -> GradientConfig | None:
     """The tile for a chain of two, or None where the kernel cannot take it: the single statement of its limits.
 
     Args:
@@ -500,13 +485,13 @@ def pair_gradient_config(
         return None
     per_sm = 3 if width <= PAIR_WIDTHS[0] * PAIR_WIDTHS[1] and after == 1 else 2  # programs that registers and shared memory have room for
     programs = _programs(num_slices // block_s, groups, multiprocessors, per_sm)
-    return PairGradientConfig(block_s, block_s if after > 1 else PAIR_WARPS, 2, programs) if programs else None
+    return GradientConfig(block_s, block_s if after > 1 else PAIR_WARPS, (PAIR_WARPS, 1, 1), 2, programs) if programs else None
 
 
 # ---- launches ------------------------------------------------------------------------------------
 
 
-def _taken(problem: GroupProblem) -> tuple[GroupProblem, StepGradientConfig | PairGradientConfig] | str:
+def _taken(problem: GroupProblem) -> tuple[GroupProblem, GradientConfig] | str:
     """The group as a kernel takes it, and its tile, or what is in the way."""
     from fastkron_py.kron.hopper import kernels
 
@@ -521,7 +506,7 @@ def _taken(problem: GroupProblem) -> tuple[GroupProblem, StepGradientConfig | Pa
     addresses = problem.addresses
     fastest = after if addresses["TAIL"] else before if addresses["HEAD"] else rows * before
     around = (problem.num_slices, after, fastest, groups, problem.gpu.multiprocessors)
-    config: StepGradientConfig | PairGradientConfig | None = None
+    config = None
     if is_chain:
         config = pair_gradient_config(*problem.step_sizes, *around)
     else:
@@ -550,10 +535,7 @@ def gradient_launch(problem: GroupProblem) -> GradientLaunch:
     if isinstance(taken, str):
         raise value_error("problem", "a group that fragments takes", taken)
     given, config = taken
-    if isinstance(config, PairGradientConfig):
-        own, sums = _pair_launch(given, config), config.programs
-    else:
-        own, sums = _step_launch(given, config), config.programs * config.summed
+    own, sums = (_pair_launch if given.split else _step_launch)(given, config), config.programs * config.summed
     if not problem.is_fused:
         return GradientLaunch((own,), sums, lambda u, g, factors, _, sums: (u, g, factors, u, (sums[1], sums[1])))
     spare = fused_launch(problem, sums)
@@ -570,7 +552,7 @@ def _copies_whole_vectors(problem: GroupProblem) -> bool:
     return bool(addresses["TAIL"] or (addresses["u_strides"][place] == p and addresses["g_strides"][place] == q))
 
 
-def _arguments(problem: GroupProblem, config: StepGradientConfig | PairGradientConfig) -> dict[str, Any]:
+def _arguments(problem: GroupProblem, config: GradientConfig) -> dict[str, Any]:
     """Arguments of either kernel."""
     addresses, after = problem.addresses, problem.shape[3]
     p, q = problem.sizes
@@ -590,7 +572,7 @@ def _operand(operand: Operand) -> tuple[Any, ...]:
     return (*bases(operand), operand.order, operand.shape)
 
 
-def _step_launch(problem: GroupProblem, config: StepGradientConfig) -> LaunchConfig:
+def _step_launch(problem: GroupProblem, config: GradientConfig) -> LaunchConfig:
     """The launch for a group of one step."""
     from fastkron_py.kron.hopper import kernels
     from fastkron_py.runtime.launch import LaunchConfig
@@ -621,7 +603,7 @@ def _step_launch(problem: GroupProblem, config: StepGradientConfig) -> LaunchCon
     return LaunchConfig(kernel, (problem.shape[0] * config.programs,), arguments)
 
 
-def _pair_launch(problem: GroupProblem, config: PairGradientConfig) -> LaunchConfig:
+def _pair_launch(problem: GroupProblem, config: GradientConfig) -> LaunchConfig:
     """The launch for a chain of two steps."""
     from fastkron_py.kron.hopper import kernels
     from fastkron_py.runtime.launch import LaunchConfig

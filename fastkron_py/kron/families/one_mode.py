@@ -48,7 +48,7 @@ _LOOP_STEP: Final = 2e-6  # and seconds that a step takes at least,
 _LOOP_STEP_UNALIGNED: Final = 6e-6  # more of half types where rows of the last mode do not begin on 16 bytes
 _RESIDENT: Final = {2: 1.7, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip,
 _RESIDENT_BEFORE: Final = 1.3  # and of half types where runs of slices are whole vectors;
-_CHAINED: Final = {2: 2.1, 4: 1.3}  # and of the register-chained kernel,
+_CHAINED: Final = {2: 2.1, 4: 1.3}  # and of the register-resident kernel,
 _CHAINED_START: Final = {2: 1e-6, 4: 4e-6}  # which waits these seconds for a factor of more than WIDE rows,
 _CHAINED_FACTOR: Final = 3e-6  # and these for one of 128 rows and columns;
 _CHAINED_UNEVEN: Final = {2: 5.0, 4: 1.45}  # whose loads are short where slices are no whole vectors,
@@ -122,7 +122,7 @@ def looped_seconds(mode: Mode) -> float:
 
 
 def chained_seconds(mode: Mode) -> float:
-    """Seconds of the register-chained kernel, which keeps a factor of up to 128 rows and columns on chip."""
+    """Seconds of the register-resident kernel, which keeps a factor of up to 128 rows and columns on chip."""
     start = _CHAINED_FACTOR * mode.p * mode.q / RESIDENT**2 if is_wide(mode.p, mode.q) else 0.0
     start += _CHAINED_START[mode.itemsize] if mode.p > WIDE else 0.0
     passes = _CHAINED
@@ -151,7 +151,7 @@ def multiply_times(mode: Mode, has_wgmma: bool, family: str = "tile", is_alone: 
     Args:
         mode: the multiply.
         has_wgmma: whether the kernel for Hopper may be used.
-        family: that planned it; the register-chained kernel in place of Hopper's for large factors and of the plain one.
+        family: that planned it; the register-resident kernel in place of Hopper's for large factors and of the plain one.
         is_alone: whether there is no other launch.
     """
     is_chained = family == fragments.name

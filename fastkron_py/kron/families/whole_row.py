@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from fastkron_py.kron.bits import Bit, bits_of, digits_of
 from fastkron_py.kron.plan.steps import HALF, Candidate, Launch, Segment, Step
 from fastkron_py.runtime.gpu import HOPPER
 
@@ -36,7 +37,7 @@ TRAFFIC: Final = 1.2  # times that a launch takes of a reading and a writing
 HALF_BYTES: Final = 2
 
 Bases = list[list[int]]
-Bit = tuple[str, int]  # a mode and the number of its bit
+A, B, M, C, MATRIX = range(5)  # modes, and the matrices of a part of a row
 
 
 @dataclass(frozen=True)
@@ -182,15 +183,6 @@ def layouts(sizes: Sequence[int], config: WholeRowConfig) -> Layouts:
 # ---- which bit of an index lies where ------------------------------------------------------------------------------------
 
 
-def _digits(n: int) -> int:
-    return n.bit_length() - 1
-
-
-def _bits(mode: str, size: int, first: int = 0, stop: int = 32) -> list[Bit]:
-    """The bits of a mode of this size, from the lowest, from first to stop."""
-    return [(mode, i) for i in range(first, min(_digits(size), stop))]
-
-
 def _bases(memory: Sequence[Bit], rows: Sequence[Bit], columns: Sequence[Bit], swaps: dict[Bit, int]) -> Bases:
     """Where each bit of an offset in shared memory points to in a matrix of these rows and columns.
 
@@ -216,16 +208,16 @@ def _bases(memory: Sequence[Bit], rows: Sequence[Bit], columns: Sequence[Bit], s
 
 def _x_bases(matrices: int, pm: int, pc: int, warps: int) -> Bases:
     """A part of a row as the matrix ``[PM, n]``; n counts eight elements of a row, warps, and the rest."""
-    c, m, i = _bits("c", pc), _bits("m", pm), _bits("i", matrices)
+    c, m, i = bits_of(C, pc), bits_of(M, pm), bits_of(MATRIX, matrices)
     memory = [*c, *m, *i]
-    w = _digits(warps)
+    w = digits_of(warps)
     swaps = {bit: at for at, bit in enumerate(memory[LINE_BITS : LINE_BITS + VECTOR_BITS])}
     return _bases(memory, m, [*c[:VECTOR_BITS], *i[:w], *c[VECTOR_BITS:], *i[w:]], swaps)
 
 
 def _t_memory(pa: int, pb: int, qm: int, qc: int) -> tuple[list[Bit], dict[Bit, int]]:
     """(bits of t from the lowest of an offset on, the bits of a vector's number that they swap)."""
-    c, m, b, a = _bits("c", qc), _bits("m", qm), _bits("b", pb), _bits("a", pa)
+    c, m, b, a = bits_of(C, qc), bits_of(M, qm), bits_of(B, pb), bits_of(A, pa)
     memory = [*c, *m, *b, *a]
     swaps: dict[Bit, int] = {}
     for rows in (_stored_rows(qm), b[:VECTOR_BITS], a[:VECTOR_BITS]):
@@ -243,27 +235,27 @@ def _stored_rows(qm: int) -> list[Bit]:
 
     With two matrices at once the second one's bit is among them, so that a bit of m is left which swaps nothing.
     """
-    return _bits("m", qm)[:VECTOR_BITS] if qm >= TILE else [("m", 0), ("m", 1), ("a", 0)]
+    return bits_of(M, qm)[:VECTOR_BITS] if qm >= TILE else [Bit(M, 0), Bit(M, 1), Bit(A, 0)]
 
 
 def _low(qm: int) -> list[Bit]:
     """The bits of m that swap vectors."""
-    return [bit for bit in _stored_rows(qm) if bit[0] == "m"]
+    return [bit for bit in _stored_rows(qm) if bit.mode == M]
 
 
 def _columns_of_b(pa: int, qm: int, qc: int) -> tuple[list[Bit], list[Bit]]:
     """(bits of a column of t, as B multiplies it, that lie in one slice of t; those that tell slices apart)."""
     low = _low(qm)
-    return [*_bits("c", qc), *low, *_bits("a", pa, 0, VECTOR_BITS)], [*_bits("m", qm, len(low)), *_bits("a", pa, VECTOR_BITS)]
+    return [*bits_of(C, qc), *low, *bits_of(A, pa)[:VECTOR_BITS]], [*bits_of(M, qm)[len(low) :], *bits_of(A, pa)[VECTOR_BITS:]]
 
 
 def _columns_of_a(pb: int, qm: int, qc: int, warps: int) -> tuple[list[Bit], list[Bit]]:
     """The same as A multiplies it: eight neighbours in memory, warps, and the rest."""
-    c, m = _bits("c", qc), _low(qm)
-    others, w = [*m, *_bits("b", pb, 0, VECTOR_BITS)], _digits(warps)
+    c, m = bits_of(C, qc), _low(qm)
+    others, w = [*m, *bits_of(B, pb)[:VECTOR_BITS]], digits_of(warps)
     own = len(c) - max(0, w - len(others))  # bits of c; further ones tell warps apart
     low = [*c[:VECTOR_BITS], *others[:w], *c[own:], *c[VECTOR_BITS:own], *others[w:]]
-    return low, [*_bits("m", qm, len(m)), *_bits("b", pb, VECTOR_BITS)]
+    return low, [*bits_of(M, qm)[len(m) :], *bits_of(B, pb)[VECTOR_BITS:]]
 
 
 def _t_bases(view: str, sizes: Sequence[int], warps: int) -> Bases:
@@ -276,12 +268,12 @@ def _t_bases(view: str, sizes: Sequence[int], warps: int) -> Bases:
     """
     pa, _, pb, _, qm, _, qc = sizes
     memory, swaps = _t_memory(pa, pb, qm, qc)
-    b, a = _bits("b", pb), _bits("a", pa)
+    b, a = bits_of(B, pb), bits_of(A, pa)
     if view == "rows" and qm < TILE:
-        return _bases(memory, a[1:], [*_bits("c", qc), *_stored_rows(qm), ("m", 2)], swaps)
+        return _bases(memory, a[1:], [*bits_of(C, qc), *_stored_rows(qm), Bit(M, 2)], swaps)
     if view == "rows":
         rows = [*b[:VECTOR_BITS], *a[:VECTOR_BITS], *b[VECTOR_BITS:], *a[VECTOR_BITS:]]
-        return _bases(memory, rows, [*_bits("c", qc), *_bits("m", qm)], swaps)
+        return _bases(memory, rows, [*bits_of(C, qc), *bits_of(M, qm)], swaps)
     low, high = _columns_of_b(pa, qm, qc) if view == "b" else _columns_of_a(pb, qm, qc, warps)
     return _bases(memory, b if view == "b" else a, [*low, *high], swaps)
 
@@ -295,9 +287,9 @@ def _slices(view: str, sizes: Sequence[int], warps: int) -> int:
 
 def _in_memory(pb: int, qm: int, qc: int) -> list[Bit]:
     """The bits of a slice's columns from the lowest in y's memory on: four lanes have QC / 4 neighbours each."""
-    c = _bits("c", qc)
+    c = bits_of(C, qc)
     own = [c[0], *c[VECTOR_BITS:], *c[1:VECTOR_BITS]]
-    return [*own, *_low(qm), *_bits("b", pb, 0, VECTOR_BITS)]
+    return [*own, *_low(qm), *bits_of(B, pb)[:VECTOR_BITS]]
 
 
 def _result_order(sizes: Sequence[int], warps: int) -> tuple[int, ...]:
@@ -311,7 +303,7 @@ def _result_bases(sizes: Sequence[int], warps: int) -> tuple[Bases, Bases, Bases
     """(registers, lanes, warps) of a slice of the result ``[QA, n]`` in memory's order: a thread's neighbours one after the other."""
     _, qa, pb, _, qm, _, qc = sizes
     low, _ = _columns_of_a(pb, qm, qc, warps)
-    order, w = _in_memory(pb, qm, qc), _digits(warps)
+    order, w = _in_memory(pb, qm, qc), digits_of(warps)
 
     def column(bit: Bit) -> list[int]:
         return [0, 1 << order.index(bit)]
@@ -319,7 +311,7 @@ def _result_bases(sizes: Sequence[int], warps: int) -> tuple[Bases, Bases, Bases
     lanes = [column(low[1]), column(low[2]), [1, 0], [2, 0], [4, 0]]
     wide = [column(bit) for bit in low[VECTOR_BITS : VECTOR_BITS + w]]
     own = sorted([column(bit) for bit in (low[0], *low[VECTOR_BITS + w :])])
-    return own + [[8 << i, 0] for i in range(_digits(qa) - VECTOR_BITS)], lanes, wide
+    return own + [[8 << i, 0] for i in range(digits_of(qa) - VECTOR_BITS)], lanes, wide
 
 
 def candidates(segment: Segment) -> list[Candidate] | str:

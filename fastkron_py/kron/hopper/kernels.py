@@ -12,7 +12,7 @@ _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def chained_kernel() -> Any:
-    """The register-chained kernel, or None where this Triton cannot compile it."""
+    """The register-resident kernel, or None where this Triton cannot compile it."""
     return devices.gluon_kernel("kron.hopper.multiply", "_chained_multiply_fwd_kernel")
 
 
@@ -39,7 +39,7 @@ def has_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_chained(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the register-chained kernel can multiply here."""
+    """Whether the register-resident kernel can multiply here."""
     return dtype in _DTYPES and devices.gpu_of(device).has_wgmma and chained_kernel() is not None
 
 
@@ -57,7 +57,7 @@ def has_whole_row(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_chained_gradients(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the register-chained kernels of the backward pass can run here."""
+    """Whether the register-resident kernels of the backward pass can run here."""
     return dtype == torch.float32 and has_chained(device, dtype) and gradient_kernels() is not None
 
 

@@ -19,7 +19,7 @@ DOT_SIDE: Final = 16
 HALF_VECTOR: Final = 8  # elements of half types in the 16 bytes that a thread loads or stores at once
 LAUNCH_BYTES: Final = 12e6  # a launch costs about as much as moving them
 
-# Time that products in half types take, relative to the register-chained kernel, which takes both types as TF32 (measured on an H200).
+# Time that products in half types take, relative to the register-resident kernel, which takes both types as TF32 (measured on an H200).
 HALF: Final = 0.7
 # A single step of less than HALF_CHAIN has vectors of 16 bytes where the elements after it allow them. Else it has two bytes a load, and
 # takes about three readings and writings.
@@ -117,7 +117,7 @@ class PlanProblem(NamedTuple):
     itemsize: int  # bytes of a real number
     rows: int  # products that share the factors: rows of x times batches, times the modes before
     columns: int  # trailing columns R of the canonical form; above 1 no slice is one run of memory
-    chained: bool = False  # the register-chained kernel may be used
+    chained: bool = False  # the register-resident kernel may be used
     before: int = 1  # product of the modes that stand before the factors'
     half: str = ""  # "float16" or "bfloat16" where tensor cores take it from shared memory
     parts: int = 1  # real numbers of an element
@@ -141,7 +141,7 @@ class Segment:
         start: the first factor.
         stop: one past the last factor.
         problem: sizes and dtype besides the factors.
-        widths: in real numbers, up to which neighbours may be multiplied out, outside of the register-chained kernel.
+        widths: in real numbers, up to which neighbours may be multiplied out, outside of the register-resident kernel.
         in_place: all launches leave modes in place, so that the last one may be of a family that holds whole slices.
     """
 

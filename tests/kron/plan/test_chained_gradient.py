@@ -13,9 +13,9 @@ from fastkron_py.kron.bits import SLICE, Bit
 from fastkron_py.kron.families.fragments_gradients import (
     REPEATED,
     ROW,
+    GradientConfig,
     Operand,
     StepGradient,
-    StepGradientConfig,
     bases,
     step_gradient,
     step_gradient_config,
@@ -25,7 +25,7 @@ MULTIPROCESSORS = 132
 WIDTHS = (16, 32, 64, 128)
 
 
-def config_of(p: int, q: int, runs: bool, need_x: bool) -> StepGradientConfig | None:
+def config_of(p: int, q: int, runs: bool, need_x: bool) -> GradientConfig | None:
     return step_gradient_config(p, q, 1 << 20, 4096 if runs else 1, 1 << 20, 1, MULTIPROCESSORS, need_x)
 
 
@@ -52,7 +52,7 @@ def arranged(places: Tensor, operand: Operand) -> Tensor:
     return places.reshape([2] * len(operand.order)).permute(operand.order).reshape(operand.shape)
 
 
-def carry_out(u: Tensor, g: Tensor, f: Tensor, plan: StepGradient, config: StepGradientConfig) -> tuple[Tensor, Tensor | None]:
+def carry_out(u: Tensor, g: Tensor, f: Tensor, plan: StepGradient, config: GradientConfig) -> tuple[Tensor, Tensor | None]:
     """(dF, dx) as the kernel makes them."""
     us, gs = in_shared_memory(u, plan.u_tile), in_shared_memory(g, plan.g_tile)
     chunks = config.block_s // config.chunk
@@ -91,7 +91,7 @@ def test_negative_control():
     assert not torch.allclose(carry_out(u, g, f, wrong, config)[0], u.mT @ g)
 
 
-def operands(p: int, q: int, runs: bool, need_x: bool) -> tuple[StepGradientConfig, list[Operand]]:
+def operands(p: int, q: int, runs: bool, need_x: bool) -> tuple[GradientConfig, list[Operand]]:
     config = config_of(p, q, runs, need_x)
     plan = step_gradient(p, q, config, runs, need_x)
     return config, [plan.left, plan.right, *([plan.back.operand] if plan.back else [])]

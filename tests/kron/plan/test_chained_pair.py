@@ -16,9 +16,9 @@ from fastkron_py.kron.families.fragments_gradients import (
     REPEATED,
     ROW,
     Constant,
+    GradientConfig,
     Operand,
     PairGradient,
-    PairGradientConfig,
     Permutation,
     bases,
     pair_gradient,
@@ -28,7 +28,7 @@ from fastkron_py.kron.families.fragments_gradients import (
 MULTIPROCESSORS = 132
 
 
-def config_of(p: tuple[int, int], q: tuple[int, int], runs: bool) -> PairGradientConfig | None:
+def config_of(p: tuple[int, int], q: tuple[int, int], runs: bool) -> GradientConfig | None:
     return pair_gradient_config(p, q, 1 << 20, 4096 if runs else 1, 1 << 20, 1, MULTIPROCESSORS)
 
 
@@ -58,7 +58,7 @@ def staged(f: Tensor, constant: Constant) -> Tensor:
     return permuted(f[index(constant.tile)], constant.operand)
 
 
-def carry_out(u: Tensor, g: Tensor, a: Tensor, b: Tensor, plan: PairGradient, config: PairGradientConfig, runs: bool) -> tuple[Tensor, ...]:
+def carry_out(u: Tensor, g: Tensor, a: Tensor, b: Tensor, plan: PairGradient, config: GradientConfig, runs: bool) -> tuple[Tensor, ...]:
     """(dA, dB, dx) as the kernel makes them."""
     us, gs = u[index(plan.u_tile)], g[index(plan.g_tile)]
     chunks = config.block_s // config.chunk
