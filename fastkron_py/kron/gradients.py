@@ -144,11 +144,12 @@ def _add_group(
     targets = tuple([unused if t is None else t for t in partials])
     operands = made.operands(u, g, tuple(factors), unused if dx is None else dx, targets)
     build.launch(Launcher(made.configs), operands, (alpha,) if made.takes_alpha else ())
-    found: list[Tensor | None] = []
+    found: list[Tensor | None] = [None] * len(factors)
     for step, partial in zip(steps, partials, strict=True):
         if step is not None and partial is not None:
-            found += [None] * (step.start - len(found)) + step.add(build, partial, factors[step.start : step.stop], alpha)
-    return found + [None] * (len(factors) - len(found))
+            mine = slice(step.start, step.stop)
+            found[mine] = step.add(build, partial, factors[mine], alpha)
+    return found
 
 
 # ---- the tensors of a pass -----------------------------------------------------------------------
