@@ -2,7 +2,7 @@
 
     python -m benchmarks.kron.golden --out old.json                  # of one revision
     python -m benchmarks.kron.golden --compare old.json              # of this one: how many differ, and the first few
-    python -m benchmarks.kron.golden --write                         # accept: the hashes that tests/kron/plan/test_golden.py compares
+    TRITON_INTERPRET=1 python -m benchmarks.kron.golden --write      # accept: the hashes that tests/kron/plan/test_golden.py compares
 
 A problem's text holds each launch's kernels, grids, arguments, operands and scalars, each call of torch, and all buffers. It says nothing
 of how the planner came to it, so that the planner can be rewritten.
@@ -220,8 +220,8 @@ def _plain(value: Any) -> Any:
         return {str(k): _plain(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
-    if callable(value):
-        return getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__name__)
+    if callable(value):  # by its own name, so that code may move
+        return getattr(value, "__name__", type(value).__name__)
     if hasattr(value, "__dataclass_fields__"):
         return [type(value).__name__, _plain(asdict(value))]
     return str(value)
