@@ -13,7 +13,7 @@ from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import Basis, Share, are_hermitian, combined, eigenbasis
 from fastkron_py.kron.operators.spectral import SumSystem, log_abs_det
 from fastkron_py.kron.operators.spectral import solve as solve_by_basis
-from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 from fastkron_py.kron.shapes import check_factor_shapes
 
 __all__ = [

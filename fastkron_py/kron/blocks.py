@@ -10,26 +10,28 @@ these, by 13 to 57% on an H200 (float32: up to 6%). The first factor is their la
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.forward import MultiplyLaunch, launch_problem, plan_problem
-from fastkron_py.kron.launches import MultiplyProblem, Rows, launch_configs
-from fastkron_py.kron.plan.plan import InBlocks, places, plan, transposes
+from fastkron_py.kron.families import family_of, fragments, narrow, slice_pair, tile, wgmma
+from fastkron_py.kron.forward import launch_problem
 from fastkron_py.kron.plan.steps import Launch
+from fastkron_py.kron.planner import InBlocks, by_wgmma, places, plan, transposes
+from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, contiguous_problem
 from fastkron_py.kron.scale import Scale
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.errors import value_error
-from fastkron_py.runtime.launch import Launcher
 
 _PLANNED_ROWS: Final = 1 << 20  # launches are those of many rows, so that ranks with different numbers of rows find the same
 _IN_PLACE_BYTES: Final = 4  # least bytes of an element for launches in place
 _LEAST_IN_PLACE: Final = 3  # least number of launches
+_FAMILIES: Final = (narrow.name, tile.name, slice_pair.name, fragments.name, wgmma.name)  # whose launches may leave the first factor alone
 
 
 class _Order(NamedTuple):
@@ -38,11 +40,11 @@ class _Order(NamedTuple):
     able: InBlocks
 
 
-def _order(problem: MultiplyProblem, parts: int) -> _Order:
+def _order(problem: Problem, parts: int) -> _Order:
     """The closed form's launches, or, where launches in place do and there are two others, with the first factor's between them."""
     shapes = problem.factor_shapes
-    planned = plan_problem(problem)._replace(rows=_PLANNED_ROWS, whole_rows=False, small_factors=False)
-    found = plan(tuple([s[-2] for s in shapes]), tuple([s[-1] for s in shapes]), planned)
+    groups, _, width, columns = problem.shape
+    found = plan(replace(problem, shape=(groups, _PLANNED_ROWS, width, columns)))
     in_place = problem.dtype.itemsize >= _IN_PLACE_BYTES and len(found) >= _LEAST_IN_PLACE
     transposed = transposes(found, len(shapes), 1) and not in_place
     if not transposed:
@@ -53,33 +55,21 @@ def _order(problem: MultiplyProblem, parts: int) -> _Order:
     return _Order(found, transposed, InBlocks(reads, found[-1].start > 0 and shapes[0][-1] % parts == 0))
 
 
-def _problem(
-    rows: int,
-    shapes: tuple[tuple[int, ...], ...],
-    strides: tuple[tuple[int, ...], ...],
-    scaled: bool,
-    precision: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> MultiplyProblem:
-    """The problem of a multiply of x ``[rows, K]`` by factors ``[1, P_i, Q_i]`` of these strides."""
-    sizes = tuple([s[1] for s in shapes])
-    shape = (1, rows, math.prod(sizes), 1)
-    x = Rows(0, shape[2], 1)
-    return MultiplyProblem(shape, x, None, shapes, strides, 0, len(shapes), sizes, scaled, precision, dtype, device)
+def _problem(shapes: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype, device: torch.device) -> Problem:
+    """The problem of a multiply of x ``[rows, K]`` by factors of these shapes."""
+    return replace(contiguous_problem(shapes, rows, 1, dtype, devices.gpu_of(device)), families=_FAMILIES)
 
 
 @lru_cache(maxsize=256)
 def in_blocks(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, dtype: torch.dtype, device: torch.device) -> InBlocks:
     """Whether a product by factors ``[P_i, Q_i]`` reads and writes this number of equal blocks on a device, for any rows."""
-    shapes = tuple([(1, p, q) for p, q in zip(ps, qs, strict=True)])
-    return _order(_problem(1, shapes, shapes, False, "highest", dtype, device), parts).able
+    return _order(_problem(list(zip(ps, qs, strict=True)), 1, dtype, device), parts).able
 
 
 class _Step(NamedTuple):
     """A launch, made once for all columns, or for each block of them."""
 
-    launch: MultiplyLaunch
+    launch: LaunchProblem
     times: int
     reads: bool  # given blocks, else parts of one operand's columns
     writes: bool
@@ -88,7 +78,7 @@ class _Step(NamedTuple):
     size: int  # of a row of the result
 
 
-def _steps(problem: MultiplyProblem, blocks: int, outs: int) -> list[_Step]:
+def _steps(problem: Problem, blocks: int, outs: int) -> list[_Step]:
     """The launches for these numbers of blocks of the operand and the result; each is 1 or equal to the other."""
     rows, parts = problem.shape[1], max(blocks, outs)
     launches, transposed, able = _order(problem, parts)
@@ -101,10 +91,10 @@ def _steps(problem: MultiplyProblem, blocks: int, outs: int) -> list[_Step]:
         times = parts if reads or writes else 1
         inner, outer = before * launch.p * after, before * launch.q * after
         x, y = (Rows(0, width // parts if apart else width, 1) for width, apart in ((inner, reads), (outer, writes)))
-        made = launch_problem(problem, launch, (1, rows, before // times, after), transposed, before, x, y, i == last)
+        planned = by_wgmma(problem, launch, problem.mode(before // times, after, launch.p, launch.q))
+        made = launch_problem(problem, planned, (1, rows, before // times, after), transposed, before, x, y, i == last)
         shift = (before if transposed else outer) // times
-        multiply = MultiplyLaunch(launch.start, launch.stop, (1, rows, outer, 1), Launcher(launch_configs(made)))
-        found.append(_Step(multiply, times, reads, writes, inner // times, shift, outer))
+        found.append(_Step(made, times, reads, writes, inner // times, shift, outer))
     return found
 
 
@@ -127,8 +117,8 @@ def add_multiply_blocks(
     """
     x, rows = blocks[0], blocks[0].shape[0]
     factors = [f.unsqueeze(0) for f in factors]
-    shapes, strides = tuple([tuple(f.shape) for f in factors]), tuple([f.stride() for f in factors])
-    problem = _problem(rows, shapes, strides, not scale.is_one, precision, x.dtype, build.device)
+    problem = _problem([(f.shape[1], f.shape[2]) for f in factors], rows, x.dtype, build.device)
+    problem = replace(problem, factor_strides=tuple([f.stride() for f in factors]), scaled=not scale.is_one, precision=precision)
     steps = _steps(problem, len(blocks), len(outs))
     sources: Sequence[Tensor] = blocks
     for i, step in enumerate(steps):
@@ -136,5 +126,5 @@ def add_multiply_blocks(
         for k in range(step.times):
             source = sources[k] if step.reads else sources[0].view(-1)[k * step.inner :]
             target = targets[k] if step.writes else targets[0].view(-1)[k * step.outer :]
-            step.launch.add(build, source, factors, None, target, scale)
+            family_of(step.launch.launch).add(build, step.launch, source, factors, None, target, scale)
         sources = targets

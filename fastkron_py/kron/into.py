@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.multiply import Multiply, fitted, scale_of
-from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkron_py.kron.kernels.take_points import _take_points_kernel, _take_runs_kernel
-from fastkron_py.kron.launches import parts_of
+from fastkron_py.kron.problem import parts_of
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.sizes import next_power_of_two
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from fastkron_py.kron.kron_plan import families
 from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_of, small_product, wanted
-from fastkron_py.kron.planner import families
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.program import Program
 

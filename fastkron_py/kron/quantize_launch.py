@@ -10,12 +10,11 @@ from fastkron_py.kron.canonical import Canonical
 from fastkron_py.kron.epilogues import TO_FLOAT8, TO_INTEGERS
 from fastkron_py.kron.families import slice_pair
 from fastkron_py.kron.forward import multiply_problem
-from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.kernels.quantize import _quantize_rows_kernel
-from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs
 from fastkron_py.kron.plan.steps import Launch
+from fastkron_py.kron.problem import LaunchProblem, Rows
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.backend import families_in_force, is_interpreting
+from fastkron_py.runtime.backend import is_interpreting
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.sizes import next_power_of_two
 
@@ -41,15 +40,14 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
     """
     x, factors = problem.x, problem.factors
     ps, qs = ([f.shape[i] for f in factors] for i in (1, 2))
-    asked = families_in_force.get()
-    if (asked and slice_pair.name not in asked) or not kernels.half_of(device, x.dtype) or not _converts_to(kind, device):
+    whole = multiply_problem(x, factors, device, precision)
+    if (whole.families and slice_pair.name not in whole.families) or slice_pair.refusal(whole) or not _converts_to(kind, device):
         return None
     # A byte has two columns of int4, of one row of a slice.
     pairs = [pair for pair in slice_pair.slice_pairs(ps, qs, 0, len(factors)) if kind != "int4" or pair[1].q % 2 == 0]
     if not pairs:
         return None
     launch = Launch(min(pairs, key=lambda pair: slice_pair.slice_pair_cost(pair, 1.0)), slice_pair.name)
-    whole = multiply_problem(x, factors, device, precision)
     rows, width = x.shape[1], launch.q // (2 if kind == "int4" else 1)
     made = LaunchProblem(
         launch,
@@ -59,15 +57,15 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
         (1, rows, 1, 1),
         False,
         1,
-        True,
+        1,
         whole.x,
         Rows(0, width, 1),
         Rows(0, 1, 1),
         tuple([(f.shape[1], f.shape[2]) for f in factors]),
         tuple([(0, f.stride(1), f.stride(2)) for f in factors]),
-        device,
+        whole.gpu,
     )
-    return Launcher(launch_configs(made))
+    return made.launcher
 
 
 def rounding_launch(rows: int, n: int, kind: str, device: torch.device) -> Launcher | None:

@@ -2,7 +2,7 @@
 
 ``y = (x @ K) * z`` or ``(x @ K) / z``, element by element, in either form. The last launch of the product scales as it stores, so that
 ``diag(d) K x`` takes no pass of its own; z is read where it is, with strides of 0 where it is broadcast. Products by torch are scaled in
-place by an operation after them: those on CPUs, those of wide factors that are faster by torch's matrix products (`one_mode`), and those
+place by an operation after them: those on CPUs, those of wide factors that are faster by torch's matrix products (`planner`), and those
 with a z whose batches have no constant stride.
 """
 

@@ -139,12 +139,12 @@ def unguarded_stores(cubin: bytes) -> int:
 
 def choose_algorithm(algorithm: str) -> None:
     """Multiply modes of wide factors by this algorithm, where the plan does not take the register-chained kernel."""
-    from fastkron_py.kron import backward, forward
-    from fastkron_py.kron.families import one_mode
+    from fastkron_py.kron import backward, planner
+    from fastkron_py.kron.families import tile
 
-    forward.best_algorithm = lambda mode, has_wgmma, family, is_alone: "chained" if family == "fragments" else algorithm  # type: ignore[assignment]
+    planner.best_algorithm = lambda mode, has_wgmma, family, is_alone: "chained" if family == "fragments" else algorithm  # type: ignore[assignment]
     backward.best_gradient_algorithm = lambda mode, has_wgmma: algorithm  # type: ignore[assignment]
-    one_mode.takes_wgmma = lambda case: algorithm == "wgmma"  # type: ignore[assignment]
+    tile.looped_seconds = lambda mode: math.inf if algorithm == "wgmma" else 0.0  # type: ignore[assignment]
 
 
 def take_points(dtype: torch.dtype, shape: tuple[int, ...], dim: int) -> None:

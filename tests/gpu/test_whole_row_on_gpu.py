@@ -10,10 +10,10 @@ import torch
 from canonical_cases import by_factors, multiply, problem, watch_kernels
 
 import fastkron_py
+from fastkron_py.kron import planner
 from fastkron_py.kron.families import slice_pair, whole_row
-from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.plan import plan
 from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.device import gpu_of
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -47,13 +47,13 @@ SHAPES = {
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that are launched; few rows take this one too, and none the kernel for pairs, which may save a launch."""
-    if not kernels.has_whole_row(torch.device("cuda"), torch.bfloat16):
+    if not whole_row.takes(torch.bfloat16, gpu_of(torch.device("cuda"))):
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(whole_row, "whole_row_cost", lambda moved, rows: 0.0)
     monkeypatch.setattr(slice_pair, "slice_pairs", lambda *sizes: iter(()))
-    plan.plan.cache_clear()
+    planner.plan.cache_clear()
     yield watch_kernels(monkeypatch)
-    plan.plan.cache_clear()
+    planner.plan.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,8 +15,9 @@ from fastkron_py import reference
 from fastkron_py.kron import blocks as kron_blocks
 from fastkron_py.kron.blocks import in_blocks
 from fastkron_py.kron.into import multiply_into
-from fastkron_py.kron.plan.plan import InBlocks
-from fastkron_py.kron.plan.steps import Launch, PlanProblem, Step
+from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.planner import InBlocks
+from fastkron_py.kron.problem import Problem
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
@@ -31,9 +32,9 @@ SHAPES = {  # sizes, blocks, and what is expected of launches for one factor eac
 }
 
 
-def one_by_one(ps: tuple[int, ...], qs: tuple[int, ...], setting: PlanProblem) -> tuple[Launch, ...]:
+def one_by_one(problem: Problem) -> tuple[Launch, ...]:
     """A launch for each factor, as large ones have it."""
-    return tuple(Launch((Step(i, i + 1, ps[i], qs[i]),)) for i in reversed(range(len(ps))))
+    return tuple(Launch((Step(i, i + 1, p, q),)) for i, (p, q) in reversed([*enumerate(problem.shapes)]))
 
 
 @pytest.fixture(autouse=True)
@@ -112,9 +113,9 @@ def test_a_16_bit_product_reads_blocks_by_launches_that_transpose(device: torch.
         assert_close(y, product(x, factors), steps=3)
 
 
-def pair_first(ps: tuple[int, ...], qs: tuple[int, ...], setting: PlanProblem) -> tuple[Launch, ...]:
+def pair_first(problem: Problem) -> tuple[Launch, ...]:
     """Two steps on one slice, then a launch for each other factor, as bfloat16 has it on Hopper."""
-    steps = [Step(i, i + 1, p, q) for i, (p, q) in enumerate(zip(ps, qs, strict=True))]
+    steps = [Step(i, i + 1, p, q) for i, (p, q) in enumerate(problem.shapes)]
     return Launch((steps[-2], steps[-1]), "slice_pair"), *[Launch((step,)) for step in steps[-3::-1]]
 
 

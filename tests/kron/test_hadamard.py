@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planning import planned
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastkron_py
@@ -17,8 +18,6 @@ from fastkron_py.kron import hadamard_factors
 from fastkron_py.kron.hadamard import operator
 from fastkron_py.kron.hadamard_factors import factor_sizes, has_additions, padded_matrix, split
 from fastkron_py.kron.hadamard_matrices import hadamard_matrix
-from fastkron_py.kron.plan.plan import plan
-from fastkron_py.kron.plan.steps import PlanProblem
 from fastkron_py.runtime.call_cache import CallCache
 from fastkron_py.testing import assert_close
 
@@ -200,7 +199,7 @@ def test_rows_of_language_models_take_one_launch_in_half_types() -> None:
     for n in [2048, 4096, 8192, 16384, 32768, 11008, 13824, 14336, 24576, 28672]:
         sizes = factor_sizes(n)
         assert math.prod(sizes) == n
-        (launch,) = plan(sizes, sizes, PlanProblem(2, 16384, 1, True, 1, "bfloat16"))
+        (launch,) = planned(sizes, rows=16384, dtype=torch.bfloat16)
         assert launch.family == "slice_pair"
 
 

@@ -17,7 +17,7 @@ import fastkron_py
 from fastkron_py import kron_quantize, reference
 from fastkron_py.functional import Quantized
 from fastkron_py.kron import quantize_launch, quantize_program
-from fastkron_py.kron.hopper import kernels
+from fastkron_py.kron.problem import Problem
 from fastkron_py.runtime.call_cache import CACHE
 
 FORMATS = [torch.int8, torch.float8_e4m3fn, "int4"]
@@ -44,7 +44,7 @@ def paired(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Half types take the kernel of two steps on any device."""
     CACHE.forget()
     halves = (torch.bfloat16, torch.float16)
-    monkeypatch.setattr(kernels, "half_of", lambda device, dtype: str(dtype).removeprefix("torch.") if dtype in halves else "")
+    monkeypatch.setattr(Problem, "half", property(lambda self: str(self.dtype).removeprefix("torch.") if self.dtype in halves else ""))
     yield
     CACHE.forget()
 
@@ -151,7 +151,7 @@ def test_small_numbers_of_float16(fused: bool, backend_name: str, device: torch.
     """A product that float16 has few bits for is rounded once, to the values."""
     for shapes in [SHAPES["a launch"], SHAPES["small"], SHAPES["multiplied out"]]:
         if not fused:
-            monkeypatch.setattr(kernels, "half_of", lambda device, dtype: "")
+            monkeypatch.setattr(Problem, "half", "")
         x, factors, _ = problem(shapes, torch.float16, device)
         x = x * 1e-6
         wanted = reference.kron_matmul(x.double(), [f.double() for f in factors])

@@ -68,8 +68,8 @@ def test_loads_little_beyond_torch(loaded: list[str]) -> None:
 
 
 def test_plans_load_no_kernels() -> None:
-    late = {"triton", "fastkron_py.kron.kernels", "fastkron_py.kron.launches"}
-    assert output(f"import sys, fastkron_py.kron.plan.plan; print({late} & {{*sys.modules}})") == "set()"
+    late = {"triton", "fastkron_py.kron.kernels", "fastkron_py.kron.forward"}
+    assert output(f"import sys, fastkron_py.kron.planner; print({late} & {{*sys.modules}})") == "set()"
 
 
 def test_asks_nothing_of_cuda(loaded: list[str]) -> None:

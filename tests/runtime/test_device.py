@@ -6,14 +6,14 @@ import logging
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fastkron_py.kan.hopper import kernels as kan_kernels
+from fastkron_py.kron.families import fragments, missing, small_factors
 from fastkron_py.kron.hadamard_launch import has_launch
-from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.hopper.kernels import has_small_factors
 from fastkron_py.runtime import backend
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime import gpu as gpus
@@ -46,26 +46,32 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return capability
 
 
+def takes(family: Any, dtype: torch.dtype, device: torch.device = GPU) -> bool:
+    """Whether a family multiplies on a device."""
+    gpu = gpu_of(device)
+    return family.takes(dtype, gpu) and family.name not in missing(dtype, gpu)
+
+
 def test_hopper_takes_its_kernels(capability: list[int]) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert kernels.has_chained(GPU, dtype)
-        assert kernels.has_chained_gradients(GPU, dtype) is (dtype == torch.float32)
+        assert takes(fragments, dtype)
+        assert fragments.takes_gradients(dtype, gpu_of(GPU)) is (dtype == torch.float32)
         assert kan_kernels.has_pipelined(GPU, dtype)
 
 
 def test_other_chips_do_not(capability: list[int]) -> None:
     for capability[0] in (8, 10, 12):
         devices.gpu_of.cache_clear()
-        assert not kernels.has_chained(GPU, torch.float32)
+        assert not takes(fragments, torch.float32)
         assert not kan_kernels.has_pipelined(GPU, torch.float32)
 
 
 def test_neither_float64_nor_the_cpu_nor_the_interpreter(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not kernels.has_chained(GPU, torch.float64)
-    assert not kernels.has_chained(torch.device("cpu"), torch.float32)
+    assert not takes(fragments, torch.float64)
+    assert not takes(fragments, torch.float32, torch.device("cpu"))
     monkeypatch.setattr(devices, "is_interpreting", lambda: True)
     devices.gpu_of.cache_clear()
-    assert not kernels.has_chained(GPU, torch.float32)
+    assert not takes(fragments, torch.float32)
 
 
 def test_a_triton_without_gluon_gets_the_plain_kernels(
@@ -74,9 +80,9 @@ def test_a_triton_without_gluon_gets_the_plain_kernels(
     monkeypatch.delitem(sys.modules, "fastkron_py.kron.hopper.multiply", raising=False)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     with caplog.at_level(logging.WARNING, "fastkron_py"):
-        assert not kernels.has_chained(GPU, torch.float32)
+        assert not takes(fragments, torch.float32)
     assert "no Gluon" in caplog.text
-    assert kernels.chained_kernel() is None
+    assert fragments.kernel() is None
 
 
 def test_launches_overlap_on_hopper_where_graphs_have_edges_for_it(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +149,8 @@ def test_kernels_in_gluon_are_not_launched_on_amd(capability: list[int], monkeyp
     def launched() -> list[bool]:
         return [
             has_launch(1, 12, torch.float32, GPU),
-            kernels.has_chained(GPU, torch.float32),
-            has_small_factors(GPU, torch.float32, "highest"),
+            takes(fragments, torch.float32),
+            takes(small_factors, torch.float32),
         ]
 
     assert launched() == [True] * 3

@@ -13,14 +13,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.phases import DOUBLE, LEAST_TILE, SINGLE, VECTOR, Phase, phase_of
-from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step
+from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment, add_launch
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
+    import torch
+
+    from fastkron_py.runtime.gpu import GPU
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "small_factors"
 moves_to_front: Final = True
+add: Final = add_launch
 
 SIZES: Final = (2, 4, 8)  # rows and columns of a factor
 _LONGEST: Final = {SINGLE: 14, DOUBLE: 13}  # bits of a row, by bytes of an element
@@ -31,7 +35,7 @@ _LARGE_TILE: Final = 13  # bits that leave room for few tiles on a multiprocesso
 # float64 with factors of 8), and the same of large tiles. Measured on an H200.
 _PASSES: Final = {SINGLE: (1.07, 1.25, 1.5, 1.9), DOUBLE: (1.1, 1.4, 2.3, 2.3)}
 _LIGHT_PRODUCTS, _LIGHT_LARGE_PRODUCTS = 24, 28
-# In `plan.plan`'s units the register-chained kernel takes 1.05 where it was measured at 1.46, and the plain one 1.1 at 1.17.
+# In the plan's units the register-chained kernel takes 1.05 where it was measured at 1.46, and the plain one 1.1 at 1.17.
 _UNITS: Final = {SINGLE: 0.72, DOUBLE: 0.95}
 # Launches until the first tiles are multiplied, by bytes of an element: with factors of 2 and 4, and with one of 8.
 _START: Final = {SINGLE: (0.15, 1.0), DOUBLE: (0.0, 0.5)}
@@ -152,21 +156,37 @@ def _is_last(phase: Phase, vector: int) -> bool:
     return set(range(vector)) <= set(phase.registers) and phase.lanes[0] <= vector + 1
 
 
+def kernel() -> Any:
+    """The kernel, or None where this Triton cannot compile it."""
+    from fastkron_py.runtime.device import gluon_kernel
+
+    return gluon_kernel("kron.kernels.small_factors", "_small_factors_fwd_kernel")
+
+
+def takes(dtype: torch.dtype, gpu: GPU) -> bool:
+    """Whether the kernel multiplies this type on a GPU: on those that it was timed on."""
+    return gpu.has_wgmma and gpu.is_measured and not dtype.is_complex and dtype.itemsize in (SINGLE, DOUBLE)
+
+
+def refusal(problem: Problem) -> str | None:
+    """What is in the way of any launch."""
+    if takes(problem.dtype, problem.gpu) and (problem.itemsize == DOUBLE or problem.precision == "highest"):
+        return None
+    return "takes float32 in full precision and float64, on GPUs that it was timed on"
+
+
 def candidates(segment: Segment) -> list[Candidate] | str:
     """All factors at once."""
     problem, ps = segment.problem, segment.ps
-    if not problem.small_factors:
-        return "takes float32 in full precision and float64, on GPUs that it was timed on"
-    is_all = segment.start == 0 and segment.last and problem.before == 1
+    is_all = segment.is_first and segment.is_last and problem.before == 1
     if not is_all or not takes_small_factors(ps, segment.qs, problem.itemsize):
         return f"takes all factors at once, which are square, of {SIZES} rows, and rows of up to 2^{_LONGEST[problem.itemsize]} elements"
     cost = small_factors_cost(ps, problem.itemsize, float(segment.moved), problem.launch_cost)
     return [(cost, Launch(tuple([Step.of(ps, segment.qs, i, i + 1) for i in range(len(ps))]), name))]
 
 
-def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
+def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """The one launch of the steps; it has no configurations to tune."""
-    from fastkron_py.kron.hopper import kernels
     from fastkron_py.runtime.launch import LaunchConfig
 
     strides, num_slices = problem.factor_strides, problem.num_slices
@@ -182,4 +202,4 @@ def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, .
         "EVEN": num_slices % at_once == 0,
         "num_warps": found.num_warps,
     }
-    return (LaunchConfig(kernels.small_factors_kernel(), (problem.shape[0] * programs,), arguments),)
+    return (LaunchConfig(kernel(), (problem.shape[0] * programs,), arguments),)

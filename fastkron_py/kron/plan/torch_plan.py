@@ -1,6 +1,6 @@
 """The plan of the torch backend: which neighbouring factors are multiplied out, the order of the steps, and how each is done.
 
-Closed-form, from shapes alone. It differs from the Triton kernels' (`plan.plan`) because its costs do: a CPU gains from wide
+Closed-form, from shapes alone. It differs from the Triton kernels' (`planner`) because its costs do: a CPU gains from wide
 innermost modes and loses with every call into torch. docs/how_it_works/cpu.md explains the choices.
 """
 

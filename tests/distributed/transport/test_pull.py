@@ -29,7 +29,7 @@ from fastkron_py.distributed.transport.peer_memory import PeerChannel
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
 from fastkron_py.distributed.transport.transfer import RowGroup, Transfer
 from fastkron_py.distributed.whole_rows import WholeRows
-from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
 
 class Stream:
