@@ -111,10 +111,11 @@ def _backward(p: Problem, random_: random.Random) -> Iterator[Any]:
     from fastkron_py.kron import program
 
     x, factors, result = _operands(p)
-    made = program.forward([x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", p["left"]))
-    between = None
-    if made.saving is not None:
-        yield made.saving
+    given = [x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", p["left"])
+    made, between = program.forward(*given), None
+    saving = made.for_gradients(*given)
+    if saving is not made:
+        yield saving
     needs = [random_.random() < 0.8 for _ in factors]
     options = (random_.random() < 0.8, needs, p["alpha"], p["precision"], "triton", p["left"])
     yield program.gradients([_empty(result, p["dtype"]), x, *factors, between], options)

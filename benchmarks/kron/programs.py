@@ -64,11 +64,13 @@ def program_of(parameters: dict[str, Any]) -> dict[str, list[list[str]]]:
     dtype = getattr(torch, parameters["dtype"])
     x, dy = (torch.empty((size, m) if left else (m, size), dtype=dtype) for size in (math.prod(ps), math.prod(qs)))
     factors = [torch.empty((q, p) if left else (p, q), dtype=dtype) for p, q in zip(ps, qs, strict=True)]
-    forward = program.forward([x, *factors, None], (1.0, 0.0, "highest", "triton", left))
+    given = [x, *factors, None], (1.0, 0.0, "highest", "triton", left)
+    forward = program.forward(*given)
     found = {"forward": forward}
     if parameters["kind"] == "backward":
-        if forward.saving is not None:
-            found["saving"] = forward.saving
+        saving = forward.for_gradients(*given)
+        if saving is not forward:
+            found["saving"] = saving
         options = (True, [True] * len(factors), 1.0, "highest", "triton", left)
         found["backward"] = program.gradients([dy, x, *factors, None], options)
     return {name: [_described(step) for step in made._steps] for name, made in found.items()}

@@ -87,14 +87,16 @@ class Multiply(NamedTuple):
                 build.call(_write, (out, y))
             return y, None
         from fastkron_py.kron.forward import add_multiply
-        from fastkron_py.kron.saved_intermediate import add_multiply_saving, halves_of
 
         precision = resolved(self.precision)
         problem = canonical(x, self.factors, self.left, build.reshape)
         z4 = None if z is None else problem.pack(z.expand(self.result_shape(x)))
-        halves = halves_of(problem, build.device) if saves else None
-        if halves is not None:
-            return add_multiply_saving(build, problem, halves, precision, self.scale, z4)
+        if saves:
+            from fastkron_py.kron.saved_intermediate import add_multiply_saving, halves_of
+
+            halves = halves_of(problem, build.device)
+            if halves is not None:
+                return add_multiply_saving(build, problem, halves, precision, self.scale, z4)
         out4 = None if out is None else problem.pack(out)
         return add_multiply(build, problem.x, problem.factors, precision, self.scale, z4, out4), None
 

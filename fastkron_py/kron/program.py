@@ -32,8 +32,13 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = Fals
     is_plain = backend == "torch" and precision is None and (z is not None or tensors[-1] is None)
     may_differentiate = is_plain and x.numel() and y.numel() and all([f.dtype == x.dtype for f in factors])
     differentiable = small_product(build, x, factors, precision, left, backward=True) if may_differentiate else None
-    saving = forward(tensors, options, saves=True) if not saves and call.saves(x, build.device) else None
-    return build.program([y], [shape], differentiable=differentiable, saving=saving)
+    return build.program([y], [shape], differentiable=differentiable, saving=_saving if backend == "triton" and not saves else None)
+
+
+def _saving(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program | None:
+    """The program that returns an intermediate too; None if none is saved."""
+    made = forward(tensors, options, saves=True)
+    return made if made.saved else None
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:

@@ -178,8 +178,8 @@ class Operator:
         if not takes_fast_path(tensors):
             return self._shown(self.registered(*arguments))
         program = self._program(tensors, options)
-        if program.saving is not None and wants_gradient(tensors):
-            program = program.saving
+        if wants_gradient(tensors):
+            program = program.for_gradients(tensors, options)
         call = self._call_of(program, tensors)
         found = call(program, given, options)
         CACHE.keep(key, given, program, call, options, self.name)

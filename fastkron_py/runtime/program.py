@@ -141,6 +141,7 @@ class Places(NamedTuple):
     orders: tuple[tuple[tuple[int, int, int], int], ...] = ()
 
 
+Saving = Callable[[Sequence[Any], tuple[Any, ...]], "Program | None"]
 _ALIGNED: Final = 15  # bits of an address that are zero, as compiled kernels and descriptors want it
 
 
@@ -152,8 +153,9 @@ class Program:
     Attributes:
         differentiable: a function of the inputs and scalars to the one result, of few operations that autograd differentiates in less time
             than an autograd function and its backward pass take.
-        saving: the program that is run instead where a gradient is wanted; its last results are intermediates, for the backward pass.
-        saved: the number of these.
+        saving: a function of a call's tensors and options, of this program's kind, that makes the program of `for_gradients`, if it is
+            another one; None if there is none.
+        saved: the number of results, the last ones, that are intermediates for the backward pass.
     """
 
     def __init__(
@@ -179,8 +181,9 @@ class Program:
         """
         self._steps = tuple(steps)
         self.differentiable: Callable[..., Tensor] | None = None
-        self.saving: Program | None = None
+        self.saving: Saving | None = None
         self.saved = 0
+        self._for_gradients = self
         self._inputs, self._pool, self._results = inputs, pool, tuple(results)
         self._blank = [None] * (count - inputs)
         self._offsets = [(number, offset) for number, offset, *_ in pool.parts]
@@ -201,6 +204,14 @@ class Program:
 
             self._get_device, self._get_stream, self._is_hooked = launch.driver()
             self._device = device.index if device.type == "cuda" else self._get_device()
+
+    def for_gradients(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+        """The program that is run instead if a gradient is wanted, or this one; it is made when it is first asked for."""
+        saving = self.saving
+        if saving is not None:
+            self._for_gradients = saving(tensors, options) or self
+            self.saving = None
+        return self._for_gradients
 
     def takes(self, given: Sequence[Tensor]) -> bool:
         """Whether the inputs lie in memory as those did that it was built for."""

@@ -72,6 +72,18 @@ def test_plans_load_no_kernels() -> None:
     assert output(f"import sys, fastkron_py.kron.planner; print({late} & {{*sys.modules}})") == "set()"
 
 
+def test_a_product_loads_no_planner_of_gradients() -> None:
+    code = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+import torch, fastkron_py
+with fastkron_py.backend("triton"):
+    fastkron_py.kron_matmul(torch.ones(2, 6), [torch.eye(2), torch.eye(3)])
+print([m for m in sys.modules if m.startswith("fastkron_py") and ("backward" in m or "gradient" in m)])
+"""
+    assert output(code) == "[]"
+
+
 def test_asks_nothing_of_cuda(loaded: list[str]) -> None:
     assert "fastkron_py" in loaded  # where an answer of CUDA's would have raised
 
