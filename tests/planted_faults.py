@@ -89,12 +89,12 @@ FAULTS = [
     ),
     Fault("fastkron_py/kron/hadamard.py", "    increment_version(out)", "    pass", ("tests/kron/test_hadamard.py",)),
     Fault(
-        "fastkron_py/runtime/out.py",
+        "fastkron_py/runtime/checks.py",
         "!= memory for t in tensors",
         "!= 0 for t in tensors",
         OUT,
     ),
-    Fault("fastkron_py/runtime/out.py", "not out.is_contiguous() or", "", OUT),
+    Fault("fastkron_py/runtime/checks.py", "not out.is_contiguous() or", "", OUT),
     Fault(
         "fastkron_py/kron/into.py",
         "[t.resolve_conj().resolve_neg() for t in given]",
@@ -308,13 +308,13 @@ FAULTS = [
     ),
     # Products on CPUs, long sums, sums of columns.
     Fault(
-        "fastkron_py/tiling/cpu_products.py",
+        "fastkron_py/tiling/torch_products.py",
         "slice(i, i + 1) for i in range(whole, count)",
         "slice(i, i + 1) for i in range(whole, count - 1)",
         ("tests/tiling/test_batch_parts.py",),
     ),
-    Fault("fastkron_py/tiling/long_products.py", "    if cut.rest:\n", "    if False:\n", ("tests/tiling/test_long_products.py",)),
-    Fault("fastkron_py/tiling/reductions.py", "if whole < t.shape[0]:", "if False:", ("tests/tiling/test_reductions.py",)),
+    Fault("fastkron_py/tiling/torch_products.py", "    if cut.rest:\n", "    if False:\n", ("tests/tiling/test_long_products.py",)),
+    Fault("fastkron_py/tiling/torch_products.py", "if whole < t.shape[0]:", "if False:", ("tests/tiling/test_reductions.py",)),
     # Other libraries.
     Fault(
         "integrations/gpytorch/interpolation.py",

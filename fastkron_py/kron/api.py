@@ -13,12 +13,12 @@ from fastkron_py.kron import identity, operator
 from fastkron_py.kron.checks import check_problem, check_tensors, factors_and_identities, is_identity
 from fastkron_py.kron.matmul import PLAIN, Epilogue
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar
 from fastkron_py.runtime.eager import TENSOR_TYPES
 from fastkron_py.runtime.errors import type_error, type_name
+from fastkron_py.runtime.precision import autocast_dtype, cast
 
 ArrayT = TypeVar("ArrayT")
 Scalar = float | complex | Tensor

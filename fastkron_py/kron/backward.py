@@ -32,12 +32,10 @@ from fastkron_py.kron.plan.steps import run_of
 from fastkron_py.kron.scale import Scale
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
-from fastkron_py.runtime.gpu import GPU
+from fastkron_py.runtime.gpu import GPU, next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import Scalar
-from fastkron_py.runtime.sizes import next_power_of_two
-from fastkron_py.tiling.arithmetic import arithmetic
-from fastkron_py.tiling.partials import sum_launcher
+from fastkron_py.tiling.products import arithmetic, sum_launcher
 
 
 class _Partials:

@@ -26,8 +26,8 @@ from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.kron.units import lone_units, without_units
 from fastkron_py.runtime.backend import families_in_force
 from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.gpu import SECTOR_BYTES
 from fastkron_py.runtime.launch import Launcher
-from fastkron_py.runtime.sizes import SECTOR_BYTES
 
 MOST_ORDERED: Final = 4  # launches, whose orders are compared
 WORTH_ORDERING: Final = 0.95  # of the modelled time of the plan's order,

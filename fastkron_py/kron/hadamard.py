@@ -15,15 +15,14 @@ from fastkron_py.kron.api import ArrayT, Scalar, kron_matmul
 from fastkron_py.kron.hadamard_factors import LEAST_ALONE, shrunk
 from fastkron_py.kron.hadamard_program import program
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocast_dtype
-from fastkron_py.runtime.autocast import cast as cast_tensor
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE, about
-from fastkron_py.runtime.checks import check_scalar, check_tensor
-from fastkron_py.runtime.constants import constants
+from fastkron_py.runtime.checks import can_write, check_out, check_scalar, check_tensor, is_same
+from fastkron_py.runtime.eager import constants
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.operator import Operator, Saved
-from fastkron_py.runtime.out import can_write, check_out, is_same
+from fastkron_py.runtime.precision import autocast_dtype
+from fastkron_py.runtime.precision import cast as cast_tensor
 from fastkron_py.runtime.program import Program
 
 

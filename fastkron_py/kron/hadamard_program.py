@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
-from fastkron_py.runtime.checks import HALF_DTYPES
-from fastkron_py.runtime.out import is_same
+from fastkron_py.runtime.checks import HALF_DTYPES, is_same
 from fastkron_py.runtime.program import Program, Scalar
 
 _SCALE: Final = Scalar(0)

@@ -12,9 +12,9 @@ from torch import Tensor
 from fastkron_py.kron.api import ArrayT
 from fastkron_py.kron.runs import multiply_runs
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocasted
 from fastkron_py.runtime.checks import check_precision, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.precision import autocasted
 
 _MATRIX: Final = 2  # dimensions
 

@@ -19,7 +19,7 @@ from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Scalar, bits
-from fastkron_py.tiling.cpu_products import has_onednn, matrix_product, threads
+from fastkron_py.tiling.torch_products import has_onednn, matrix_product, threads
 
 _ALPHA, _BETA = Scalar(0), Scalar(1)
 _ONE: Final = bits(1.0)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastkron_py.kron.kernels.take_points import _take_points_kernel, _take_runs_kernel
 from fastkron_py.kron.launches import parts_of
+from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.runtime.sizes import next_power_of_two
 
 _TILE: Final = 1024  # words of a program
 _THREADS: Final = 128

@@ -12,11 +12,11 @@ from torch import Tensor
 from fastkron_py.kron.checks import check_tensors, factor_list
 from fastkron_py.kron.quantize_program import INT4, LARGEST, STORED, program, values_shape
 from fastkron_py.kron.shapes import result_shape
-from fastkron_py.runtime.autocast import autocasted
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.checks import check_precision, check_scalar
 from fastkron_py.runtime.errors import type_error, value_error
 from fastkron_py.runtime.operator import Operator
+from fastkron_py.runtime.precision import autocasted
 
 _MATRIX = 2  # dimensions
 _NIBBLE = 4  # bits

@@ -16,8 +16,8 @@ from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import families_in_force, is_interpreting
+from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.runtime.sizes import next_power_of_two
 
 _WIDEST: Final = 2048  # elements of a row that a program takes at a time
 _FLOAT8: Final = (8, 9)  # compute capability

@@ -20,8 +20,7 @@ from fastkron_py.kron.plan.torch_plan import AS_IT_IS, COLUMNS, ROWS, Plan, Prob
 from fastkron_py.kron.torch_modes import matrix_gradient, multiplied_out, multiply_step, ready, split
 from fastkron_py.kron.torch_small import Small, is_small, multiply_small_groups, small_multiply, takes_bfloat16
 from fastkron_py.runtime.checks import HALF_DTYPES
-from fastkron_py.tiling.cpu_products import by_onednn, has_onednn, threads
-from fastkron_py.tiling.cpu_slices import sum_dtype
+from fastkron_py.tiling.torch_products import by_onednn, has_onednn, sum_dtype, threads
 
 
 def _matrices(factors: Sequence[Tensor], steps: Sequence[Step], dtype: torch.dtype) -> list[Tensor]:

@@ -12,7 +12,7 @@ from fastkron_py.kron.plan.torch_costs import IN_PLACE, MOVED
 from fastkron_py.kron.plan.torch_plan import Step
 from fastkron_py.kron.torch_small import BLOCK_ELEMENTS
 from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, VECTOR
-from fastkron_py.tiling.cpu_products import by_onednn
+from fastkron_py.tiling.torch_products import by_onednn
 
 BLOCK_ROWS = 256  # a tall product is split into a batch of these, which torch spreads over threads
 SUM_BLOCK = 1024  # terms

@@ -19,7 +19,7 @@ from fastkron_py.kron.plan.torch_plan import Problem, Step, plan, records
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.tiling.cpu_costs import takes_onednn
-from fastkron_py.tiling.cpu_products import matrix_product
+from fastkron_py.tiling.torch_products import matrix_product
 
 Product = Callable[[Tensor, Tensor], Tensor]
 

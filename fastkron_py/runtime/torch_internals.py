@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastkron_py.runtime.cpu import zen
+from fastkron_py.runtime.gpu import zen
 
 logger = logging.getLogger("fastkron_py")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.runtime.gpu import GPU, next_power_of_two
 
 _BARRIERS: Final = 2048  # bytes, at most, beside tiles
 _MOST_SUMS: Final = 128  # of a thread: half of its registers

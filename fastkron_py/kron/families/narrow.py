@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.kron.plan.steps import tile_constants
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.runtime.gpu import GPU, next_power_of_two
 
 if TYPE_CHECKING:
     from fastkron_py.kron.launches import LaunchProblem

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fastkron_py.tiling.elements import load_elements, store_elements, words
+from fastkron_py.tiling.addresses import load_elements, store_elements, words
 
 
 @triton.jit

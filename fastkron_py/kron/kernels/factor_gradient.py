@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from fastkron_py.tiling.addresses import dot, load_slices, slice_index, slice_mask, slice_offsets
-from fastkron_py.tiling.elements import extracted, words
+from fastkron_py.tiling.addresses import dot, extracted, load_slices, slice_index, slice_mask, slice_offsets, words
 
 
 @triton.jit

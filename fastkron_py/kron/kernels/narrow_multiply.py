@@ -3,8 +3,17 @@
 import triton
 import triton.language as tl
 
-from fastkron_py.tiling.addresses import factor_parts, factor_tile, slice_index, slice_mask, slice_offsets
-from fastkron_py.tiling.elements import joined, load_parts, store_elements, words
+from fastkron_py.tiling.addresses import (
+    factor_parts,
+    factor_tile,
+    joined,
+    load_parts,
+    slice_index,
+    slice_mask,
+    slice_offsets,
+    store_elements,
+    words,
+)
 
 
 @triton.jit(do_not_specialize=["alpha", "beta"])

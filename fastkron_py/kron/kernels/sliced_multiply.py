@@ -7,8 +7,23 @@ functions ``epilogue(acc, alpha, beta, z_ptr, offsets, mask)``; z may be broadca
 import triton
 import triton.language as tl
 
-from fastkron_py.tiling.addresses import dot, load_factor, load_slices, padded_index, scalar, slice_index, slice_mask, slice_offsets
-from fastkron_py.tiling.elements import joined, load_elements, load_parts, separated, store_elements, swapped, words
+from fastkron_py.tiling.addresses import (
+    dot,
+    joined,
+    load_elements,
+    load_factor,
+    load_parts,
+    load_slices,
+    padded_index,
+    scalar,
+    separated,
+    slice_index,
+    slice_mask,
+    slice_offsets,
+    store_elements,
+    swapped,
+    words,
+)
 
 
 @triton.jit
