@@ -170,12 +170,12 @@ def _quantized(p: Problem, random_: random.Random) -> Iterator[Any]:
 
 
 def _hadamard(p: Problem, random_: random.Random) -> Iterator[Any]:
-    from fastkron_py.kron import hadamard_program
+    from fastkron_py.kron import hadamard
 
     bits = random_.randint(1, 15)
     rows = min(p["rows"], MOST_ELEMENTS >> bits)
     x = _empty((rows, 1 << bits), p["dtype"])
-    yield hadamard_program.program([x, None], (0.5, 1, bits, "triton"))
+    yield hadamard.program([x, None], (0.5, 1, bits, "triton"))
 
 
 def _in_blocks(p: Problem, random_: random.Random) -> Iterator[Any]:

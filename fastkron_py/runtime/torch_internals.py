@@ -10,8 +10,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from typing import Any, Final, TypeVar
+from functools import lru_cache, wraps
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ logger = logging.getLogger("fastkron_py")
 
 Guard = Callable[..., bool]
 T = TypeVar("T")
+P = ParamSpec("P")
 FUNCTIONALIZE: Final = "Functionalize"  # of torch.func's transforms
 
 
@@ -115,6 +116,20 @@ def will_execute(node: Any) -> bool:
 def mark_static(t: Any) -> None:
     """Let Dynamo make no symbols of the sizes of a tensor; its own function of this name does so only while nothing is compiled."""
     t._dynamo_static_indices = set(range(t.ndim))
+
+
+def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Let Dynamo call a function when it traces, and take the result for a constant; torch's own decorator imports the compiler.
+
+    Kept results would hide from Dynamo that this is a function: a cache goes inside.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs)
+
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return call
 
 
 def precision_getter() -> Callable[[str, str], Any]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, Spanning, describe
-from fastkron_py.runtime.device import gpu_of
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import FARTHEST, Scalar
 from fastkron_py.tiling import gemm_config as tuning
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
 
     def overlaps(self) -> bool:
         """Whether one of several launches may begin while the one ahead ends."""
-        return self.gemm.divisible and gpu_of(self.device).has_overlap
+        return self.gemm.divisible and devices.gpu_of(self.device).has_overlap
 
     def sizes(self) -> GemmSizes:
         """The sizes that tiles are chosen by."""
@@ -89,7 +89,7 @@ class Problem(NamedTuple):
             passes,
             stored,
             self.gemm.pairs != "",
-            gpu_of(self.device),
+            devices.gpu_of(self.device),
             has_descriptors,
             beside,
         )
@@ -102,7 +102,7 @@ def _operand(build: Builder, t: Tensor, share: int = 1) -> Operand:
     stride = t.stride(0) if rows > 1 else -(-columns // 8) * 8
     step = stride * size
     has_descriptor = (
-        gpu_of(build.device).has_descriptors
+        devices.gpu_of(build.device).has_descriptors
         and build.is_aligned(t)
         and columns * size % 16 == 0  # copies are of 16 bytes, also beyond a last column that ends elsewhere: seen on an H100
         and stride >= columns
@@ -233,7 +233,7 @@ def _launcher(problem: Problem, tile: GemmTile, overlap: Overlap) -> Launcher:
     }
     if overlap.last:
         arguments["launch_pdl"] = True
-    grid = (min(tuning.tiles(tile, problem.rows, problem.columns), gpu_of(problem.device).multiprocessors * tile.programs),)
+    grid = (min(tuning.tiles(tile, problem.rows, problem.columns), devices.gpu_of(problem.device).multiprocessors * tile.programs),)
     stages = range(tile.stages, 0, -1)
     return Launcher([LaunchConfig(_gemm_kernel, grid, {**arguments, "num_stages": s}) for s in stages])
 

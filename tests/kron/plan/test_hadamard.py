@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastkron_py.kron.plan.hadamard import MOST_BITS, WIDEST, Transform, takes, transform
-from fastkron_py.kron.plan.phases import LANES, SINGLE, Phase
+from fastkron_py.kron.families.butterfly import LANES, MOST_BITS, SINGLE, WIDEST, Phase, Transform, takes, transform
 from fastkron_py.runtime.gpu import HOPPER
 
 VECTOR_BYTES = 16
