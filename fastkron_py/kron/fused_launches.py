@@ -9,7 +9,7 @@ from fastkron_py.kron.backward_problem import GradientProblem, numbers_of, share
 from fastkron_py.kron.families.narrow import is_narrow_gradient, narrow_gradient_config
 from fastkron_py.kron.hopper.launch_config import chained_launch
 from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
-from fastkron_py.kron.kernels.narrow_backward import _narrow_multiply_bwd_kernel
+from fastkron_py.kron.kernels.narrow import _narrow_multiply_bwd_kernel
 from fastkron_py.kron.launches import parts_of
 from fastkron_py.kron.plan.gradient import FusedConfig, Group, fused_configs
 from fastkron_py.kron.plan.steps import padded, tile_constants

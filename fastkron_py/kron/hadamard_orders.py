@@ -1,5 +1,7 @@
 """Hadamard matrices by their constructions: entries 1 and -1, ``H H^T = m I``; and the factors of a transform of any length.
 
+Sylvester: powers of two.
+
 Paley, "On Orthogonal Matrices", J. Math. Phys. 12 (1933): m = q + 1 for a prime q = 3 mod 4, and m = 2 (q + 1) for a prime q = 1 mod 4.
 Goethals and Seidel, "A skew Hadamard matrix of order 36", J. Austral. Math. Soc. 11 (1970): m = 4 n from four circulant matrices of
 order n whose periodic autocorrelations cancel, which a search finds (Williamson's are those that are symmetric).
@@ -28,13 +30,16 @@ _PAIRS: Final = 1 << 23  # of sequences, that are compared at a time
 
 def hadamard_matrix(m: int) -> Matrix | None:
     """A Hadamard matrix of order m ``[m, m]``; None where no construction here gives one."""
-    return None if m % 4 or m > MOST else _constructed(m)
+    return None if (m % 4 and m > 2) or m > MOST else _constructed(m)
 
 
 @lru_cache(maxsize=32)
 def _constructed(m: int) -> Matrix | None:
-    if _is_prime(m - 1):
-        found: Matrix | None = _paley(m - 1)
+    found: Matrix | None
+    if not m & (m - 1):
+        found = np.kron(_constructed(m // 2), [[1, 1], [1, -1]]) if m > 1 else np.ones((1, 1), np.int64)
+    elif _is_prime(m - 1):
+        found = _paley(m - 1)
     elif m // 2 % 4 == 2 and _is_prime(m // 2 - 1):
         found = _paley_doubled(m // 2 - 1)
     else:
@@ -213,12 +218,9 @@ def shrunk(sizes: tuple[int, ...], dtype: torch.dtype) -> float:
     return float(1 << sum(_exponent(order) for order in sizes)) if dtype == torch.float16 else 1.0
 
 
-@lru_cache(maxsize=64)
-def _entries(order: int) -> tuple[tuple[int, ...], ...]:
-    """Rows of the matrix of this order."""
-    if order & (order - 1):
-        return tuple(tuple(row) for row in cast("Matrix", hadamard_matrix(order)).tolist())  # factor_sizes has asked for it
-    return tuple(tuple(1 - 2 * ((i & j).bit_count() & 1) for j in range(order)) for i in range(order))
+def _entries(order: int) -> Tensor:
+    """The matrix of an order that `factor_sizes` gives, on the CPU."""
+    return torch.from_numpy(cast("Matrix", hadamard_matrix(order)))
 
 
 @constant_in_graphs
@@ -228,9 +230,7 @@ def matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     Their sizes are static: a guard of torch.compile(dynamic=True) on a symbol needs an argument that it is a size of.
     """
     shrink = [2.0 ** -_exponent(order) if dtype == torch.float16 else 1.0 for order in sizes]
-    made = [
-        torch.tensor(_entries(order), dtype=torch.float64, device="cpu").mul(s).to(dtype) for order, s in zip(sizes, shrink, strict=True)
-    ]
+    made = [_entries(order).double().mul(s).to(dtype) for order, s in zip(sizes, shrink, strict=True)]
     for t in made:
         mark_static(t)
     return made
@@ -242,6 +242,6 @@ def padded_matrix(m: int) -> list[Tensor | None]:
     if m == 1:
         return [None]
     matrix = torch.zeros((1 << (m - 1).bit_length(),) * 2, dtype=torch.bfloat16, device="cpu")
-    matrix[:m, :m] = torch.tensor(_entries(m), device="cpu")
+    matrix[:m, :m] = _entries(m)
     mark_static(matrix)
     return [matrix]

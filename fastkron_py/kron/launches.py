@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastkron_py.kron.epilogues import AXPBY, StoreEpilogue
 from fastkron_py.kron.families.registry import family_of
+from fastkron_py.kron.kernels.epilogues import AXPBY, StoreEpilogue
 from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.runtime import device as devices

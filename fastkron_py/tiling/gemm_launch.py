@@ -179,21 +179,6 @@ _ALONE: Final = Overlap()
 Scalars = tuple[Scalar | int, Scalar | int]  # float64 patterns
 
 
-class _Boxes(NamedTuple):
-    """The boxes of descriptors."""
-
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-    others: Sequence[tuple[int, ...] | None]
-
-
-def _boxes(problem: Problem, tile: GemmTile) -> _Boxes:
-    of_b = (2, tile.block_n // 2, tile.block_k) if problem.gemm.pairs == "stacked" else (tile.block_n, tile.block_k)
-    width = tile.block_n // problem.gemm.fan // tile.parts
-    others = [None if o is None else (tile.block_m, width * o.share) for o in problem.others]
-    return _Boxes((tile.block_m, tile.block_k), of_b, others)
-
-
 def _launcher(problem: Problem, tile: GemmTile, overlap: Overlap) -> Launcher:
     """The launch on (a, b, b2, bias, out, pair, pair2, side, tensors)."""
     compute, _, precision = arithmetic(problem.a.dtype, problem.precision, True)
@@ -343,26 +328,21 @@ def _add_launch(
     overlap: Overlap,
 ) -> None:
     """Add one launch; descriptors are made where the kernel is to have them."""
-    boxes = _boxes(problem, tile)
     a, b, b2, bias, *others = operands
 
-    def source(t: Tensor | None, operand: Operand | None, box: Sequence[int] | None) -> Any:
+    def source(t: Tensor | None, operand: Operand | None = None, *box: int) -> Any:
         if t is None:  # never read; a pointer stands in, since None would make another kernel
             return a
-        if operand is None or box is None or not operand.has_descriptor:
-            return t
-        return TensorDescriptor(t, list(t.shape), [operand.stride, 1], list(box))
+        return t if operand is None or not operand.has_descriptor else TensorDescriptor(t, list(t.shape), [operand.stride, 1], list(box))
 
-    if b2 is not None and problem.b.has_descriptor:
-        of_b = _descriptor_of_both(*((b2, b) if problem.swapped else (b, b2)), problem.b.stride, boxes.b), a
+    if b2 is not None and problem.b.has_descriptor:  # one descriptor of both, the second behind the first in memory
+        (first, second), stride = (b2, b) if problem.swapped else (b, b2), problem.b.stride
+        box = [2, tile.block_n // 2, tile.block_k]
+        of_b: Sequence[Any] = (Spanning(TensorDescriptor(first, [2, *first.shape], [len(first) * stride, stride, 1], box), second), a)
     else:
-        of_b = source(b, problem.b, boxes.b), source(b2, None, None)
-    of_others = [source(*each) for each in zip(others, problem.others, boxes.others, strict=True)]
+        of_b = source(b, problem.b, tile.block_n, tile.block_k), source(b2)
+    width = tile.block_n // problem.gemm.fan // tile.parts
+    of_others = [source(t, o, tile.block_m, width * (o.share if o else 0)) for t, o in zip(others, problem.others, strict=True)]
     tensors, scalars = given
-    sources = (source(a, problem.a, boxes.a), *of_b, source(bias, None, None), *of_others, tensors or (a,))
+    sources = (source(a, problem.a, tile.block_m, tile.block_k), *of_b, source(bias), *of_others, tensors or (a,))
     build.launch(_launcher(problem, tile, overlap), sources, scalars)
-
-
-def _descriptor_of_both(first: Tensor, second: Tensor, stride: int, box: Sequence[int]) -> Spanning:
-    """One descriptor of two matrices of the same strides, the second behind the first in memory."""
-    return Spanning(TensorDescriptor(first, [2, *first.shape], [len(first) * stride, stride, 1], list(box)), second)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from gluon_on_numpy import launch
 
-from fastkron_py.kron.epilogues import AXPBY, PLAIN, SCALE, TIMES, StoreEpilogue
 from fastkron_py.kron.families import butterfly
+from fastkron_py.kron.kernels.epilogues import AXPBY, PLAIN, SCALE, TIMES, StoreEpilogue
 from fastkron_py.kron.plan.steps import Launch, Step
 from fastkron_py.reference import kron_matmul
 from fastkron_py.runtime.program import bits as pattern

@@ -72,7 +72,7 @@ def test_multiplies(left, small, threads, monkeypatch):
     """Three rows of a wide innermost factor: a batch of three products; all transforms of it."""
     if not small:
         monkeypatch.setattr("fastkron_py.kron.torch_backend.is_small", lambda problem: False)
-        monkeypatch.setattr("fastkron_py.kron.torch_small.is_small", lambda problem: False)
+        monkeypatch.setattr("fastkron_py.kron.torch_steps.is_small", lambda problem: False)
     cut = []
     monkeypatch.setattr(matmul, "batch_parts", lambda a, b: cut.append(len(batch_parts(a, b))) or batch_parts(a, b))
     torch.manual_seed(1)

@@ -13,9 +13,9 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from fastkron_py.kron.canonical import Scale
 from fastkron_py.kron.forward import Planned, is_mergeable, launches_of, multiply_problem, with_whole_rows
 from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.scale import Scale
 from fastkron_py.kron.tune.candidates import neighbours, starting_points
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.compilers import Compiled, Compilers
