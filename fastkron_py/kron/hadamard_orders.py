@@ -37,7 +37,7 @@ def hadamard_matrix(m: int) -> Matrix | None:
 def _constructed(m: int) -> Matrix | None:
     found: Matrix | None
     if not m & (m - 1):
-        found = np.kron(_constructed(m // 2), [[1, 1], [1, -1]]) if m > 1 else np.ones((1, 1), np.int64)
+        found = _sylvester(m)
     elif _is_prime(m - 1):
         found = _paley(m - 1)
     elif m // 2 % 4 == 2 and _is_prime(m // 2 - 1):
@@ -47,6 +47,14 @@ def _constructed(m: int) -> Matrix | None:
     if found is not None and not np.array_equal(found @ found.T, m * np.eye(m)):
         raise AssertionError(f"the rows of the matrix of order {m} are not orthogonal")
     return found
+
+
+def _sylvester(m: int) -> Matrix:
+    """Order m, a power of two."""
+    if m == 1:
+        return np.ones((1, 1), np.int64)
+    s = _sylvester(m // 2)
+    return np.block([[s, s], [s, -s]])
 
 
 def _is_prime(n: int) -> bool:
