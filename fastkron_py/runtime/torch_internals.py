@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, wraps
+from types import FunctionType
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -119,17 +120,14 @@ def mark_static(t: Any) -> None:
 
 
 def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """Let Dynamo call a function when it traces, and take the result for a constant; torch's own decorator imports the compiler.
+    """Let Dynamo call a function when it traces, and take the result for a constant; torch's own decorator imports the compiler."""
 
-    Kept results would hide from Dynamo that this is a function: a cache goes inside.
-    """
-
-    @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         return function(*args, **kwargs)
 
-    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return call
+    made: Any = function if isinstance(function, FunctionType) else wraps(function)(call)  # a cache is no function to Dynamo
+    made._dynamo_marked_constant = True
+    return made  # type: ignore[no-any-return]
 
 
 def precision_getter() -> Callable[[str, str], Any]:
