@@ -263,8 +263,8 @@ def load_factor(
 ):
     """Tile ``[BLOCK_P, BLOCK_Q]`` of the product of neighbouring factors START to STOP, 0 outside of it.
 
-    Of complex factors it is the real matrix ``[2 * BLOCK_P, 2 * BLOCK_Q]`` that multiplies rows of parts as they multiply rows of elements
-    (`tiling.addresses`). Its transpose is that of their conjugate transpose.
+    Of complex factors it is the real matrix ``[2 * BLOCK_P, 2 * BLOCK_Q]`` that multiplies rows of parts as they multiply rows of
+    elements. Its transpose is that of their conjugate transpose.
 
     ptrs, strides: one pointer and one (batch, row, column) stride triple for each factor.
     SHAPES: (P_i, Q_i) of each factor. The neighbours are multiplied out here, element by element.
