@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastkron_py.kan.hopper import kernels as kan_kernels
-from fastkron_py.kron.hadamard_launch import has_launch
+from fastkron_py.kron.hadamard import has_launch
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.hopper.kernels import has_small_factors
 from fastkron_py.runtime import backend
