@@ -9,16 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import epilogues
-from fastkron_py.kron.epilogues import AXPBY, SCALE, StoreEpilogue
+from fastkron_py.kron.canonical import PLAIN, Scale, lone_units, without_units
 from fastkron_py.kron.families import family_of, missing, whole_row
+from fastkron_py.kron.kernels import epilogues
+from fastkron_py.kron.kernels.epilogues import AXPBY, SCALE, StoreEpilogue
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.planner import choose
 from fastkron_py.kron.problem import LaunchProblem, Problem, Rows
-from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.table import tuned
-from fastkron_py.kron.units import lone_units, without_units
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import families_in_force
 from fastkron_py.runtime.builder import Builder

@@ -22,7 +22,7 @@ from fastkron_py.kron.families import asked, family_of, fragments, most_elements
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.problem import Candidate, Mode, Problem, Segment
 from fastkron_py.runtime.errors import value_error
-from fastkron_py.runtime.sizes import SECTOR_BYTES
+from fastkron_py.runtime.gpu import SECTOR_BYTES
 
 # Neighbours are formed up to this width, in real numbers: beyond it the extra FLOPs cost more than a step.
 MERGE_WIDTH: Final = 64

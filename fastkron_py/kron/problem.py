@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fastkron_py.kron.epilogues import StoreEpilogue
-    from fastkron_py.kron.scale import Scale
+    from fastkron_py.kron.canonical import Scale
+    from fastkron_py.kron.kernels.epilogues import StoreEpilogue
     from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.launch import Launcher
 
@@ -33,7 +33,7 @@ def parts_of(dtype: torch.dtype) -> int:
 
 
 def in_words(strides: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Strides as kernels take them (`tiling.elements`): an element is one word, or two of float64."""
+    """Strides as kernels take them (`tiling.addresses`): an element is one word, or two of float64."""
     is_two_words = dtype.is_complex and dtype.to_real().itemsize == 8
     return tuple([2 * stride for stride in strides]) if is_two_words else tuple(strides)
 
@@ -271,7 +271,7 @@ class Mode(NamedTuple):
 def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype, precision: str, gpu: GPU) -> Mode:
     """The sizes of a multiply of one mode by a factor p x q, in an operand with this (B, L, before, after) around the mode.
 
-    A complex factor is a real one of twice the sides (`tiling.elements`).
+    A complex factor is a real one of twice the sides (`tiling.addresses`).
     """
     groups, rows, before, after = shape
     parts, real = parts_of(dtype), dtype.to_real()

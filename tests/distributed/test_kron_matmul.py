@@ -431,10 +431,10 @@ def direct_in_blocks(shape, left, folder):
 
     def forget_blocks():
         """Which ranks that are used again would else find."""
-        from fastkron_py.kron import blocks
+        from fastkron_py.kron import into
         from fastkron_py.runtime.call_cache import CACHE
 
-        blocks.in_blocks.cache_clear()
+        into.planned_in_blocks.cache_clear()
         CACHE.forget()
 
     forget_blocks()
@@ -443,7 +443,7 @@ def direct_in_blocks(shape, left, folder):
         fastkron_py.backend("triton"),
         torch.no_grad(),
         mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files),
-        mock.patch("fastkron_py.kron.blocks.plan", one_by_one),
+        mock.patch("fastkron_py.kron.into.plan", one_by_one),
     ):
         for m, sizes in ((7, ((8, 4), (5, 3), (3, 2))), (9, ((4, 8), (3, 2))), (3, ((6, 3), (5, 2), (2, 2)))):
             sizes = [(q, p) for p, q in sizes] if left else sizes

@@ -8,7 +8,7 @@ from canonical_cases import watch_kernels
 
 import fastkron_py
 from fastkron_py.kron import planner
-from fastkron_py.kron.families import small_factors
+from fastkron_py.kron.families import butterfly
 from fastkron_py.runtime.device import gpu_of
 from fastkron_py.testing import assert_close
 
@@ -23,9 +23,9 @@ PROBLEMS = [*[(shapes, dtype) for dtype in (SINGLE, DOUBLE) for shapes in SHAPES
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched; any number of rows takes this one."""
-    if not small_factors.takes(SINGLE, gpu_of(torch.device("cuda"))):
+    if not butterfly.takes(SINGLE, gpu_of(torch.device("cuda"))):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(small_factors, "small_factors_cost", lambda *sizes: 0.0)
+    monkeypatch.setattr(butterfly, "small_factors_cost", lambda *sizes: 0.0)
     planner.plan.cache_clear()
     yield watch_kernels(monkeypatch)
     planner.plan.cache_clear()

@@ -12,7 +12,7 @@ import fastkron_py
 from fastkron_py import poly_kan
 from fastkron_py.kan import program, torch_backend
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import cpu_slices
+from fastkron_py.tiling import torch_products
 
 ROWS = 3  # of a slice
 
@@ -22,8 +22,8 @@ def sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of three rows, and no layer small enough for autograd's own record."""
     monkeypatch.setattr(torch_backend, "PRODUCT_ROWS", ROWS)
     monkeypatch.setattr(torch_backend, "FEW_ROWS", 1)
-    monkeypatch.setattr(cpu_slices, "SLICE_ELEMENTS", 1)
-    monkeypatch.setattr(cpu_slices, "GPU_SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(torch_products, "SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(torch_products, "GPU_SLICE_ELEMENTS", 1)
     monkeypatch.setattr(program, "_SMALL", 0)
 
 

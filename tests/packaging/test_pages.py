@@ -226,10 +226,10 @@ def test_examples_of_the_reference(pages: list[str]) -> None:
 
 
 def test_an_example_that_fails_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text("::: fastkron_py.hadamard\n\n::: fastkron_py.runtime.sizes.next_power_of_two\n")
+    (tmp_path / "page.md").write_text("::: fastkron_py.hadamard\n\n::: fastkron_py.runtime.gpu.next_power_of_two\n")
     result = examples(str(tmp_path / "page.md"))
     assert result.returncode == 1
-    assert "fastkron_py.runtime.sizes.next_power_of_two has no example" in result.stdout
+    assert "fastkron_py.runtime.gpu.next_power_of_two has no example" in result.stdout
 
 
 def test_the_reference_looks_at_every_module() -> None:

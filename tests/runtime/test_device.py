@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fastkron_py.kan.hopper import kernels as kan_kernels
-from fastkron_py.kron.families import fragments, missing, small_factors
-from fastkron_py.kron.hadamard_launch import has_launch
+from fastkron_py.kron.families import butterfly, fragments, missing
+from fastkron_py.kron.hadamard import has_launch
 from fastkron_py.runtime import backend
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime import gpu as gpus
@@ -150,7 +150,7 @@ def test_kernels_in_gluon_are_not_launched_on_amd(capability: list[int], monkeyp
         return [
             has_launch(1, 12, torch.float32, GPU),
             takes(fragments, torch.float32),
-            takes(small_factors, torch.float32),
+            takes(butterfly, torch.float32),
         ]
 
     assert launched() == [True] * 3

@@ -10,9 +10,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastkron_py.runtime.builder import Builder, Spanning, describe
-from fastkron_py.runtime.descriptors import FARTHEST, order_of
 from fastkron_py.runtime.operator import Operator
-from fastkron_py.runtime.program import Program
+from fastkron_py.runtime.program import FARTHEST, Program, order_of
 
 
 def unaligned(t: Tensor) -> Tensor:

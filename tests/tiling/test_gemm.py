@@ -20,10 +20,10 @@ from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import gemm_problem
+from fastkron_py.tiling import gemm_launch
 from fastkron_py.tiling.gemm import epilogue_plain, prologue_plain
 from fastkron_py.tiling.gemm_config import GemmTile
-from fastkron_py.tiling.gemm_problem import Gemm
+from fastkron_py.tiling.gemm_launch import Gemm
 
 TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3, parts=2, group=2), GemmTile(64, 64, 16, 4, 1, parts=4, group=1)]
 
@@ -108,7 +108,7 @@ def test_pairs(tile: GemmTile, where: str, has_descriptors: bool, device: torch.
         b, b2 = placed(where, weight)
         build = Builder([x, b, bias, b2, out])
         *operands, meta_b2, target = build.inputs
-        problem = gemm_problem.problem_of(build, *operands, [target, None, None, None], call, "highest", meta_b2)
+        problem = gemm_launch.problem_of(build, *operands, [target, None, None, None], call, "highest", meta_b2)
         assert (problem.b.has_descriptor, problem.swapped) == (has_descriptors, has_descriptors and where == "apart, gate first")
         gemm(x, b, bias, call, out, tile=tile, b2=b2)
     assert_close(out, up * gate.relu())
@@ -141,7 +141,7 @@ def test_which_launches_may_stand_beside_another(other: dict[str, Any], beside: 
     bias = torch.empty(2, hidden, dtype=dtype) if other.get("bias") else None
     build = Builder([x, weight, bias])
     x, (b, b2), bias = build.inputs
-    problem = gemm_problem.problem_of(build, x, b, bias, [build.empty((40, hidden), dtype), None, None, None], call, "highest", b2)
+    problem = gemm_launch.problem_of(build, x, b, bias, [build.empty((40, hidden), dtype), None, None, None], call, "highest", b2)
     assert problem.sizes().beside is beside
     assert problem.overlaps() is other.get("overlap", True)
 
@@ -168,4 +168,4 @@ def test_columns_that_end_between_two_runs_of_16_bytes(dtype: torch.dtype, devic
     y.fill_(torch.nan)
     assert bool(result.isnan().all())
     build = Builder([y])
-    assert not gemm_problem.takes_descriptor(build, build.inputs[0])
+    assert not gemm_launch.takes_descriptor(build, build.inputs[0])

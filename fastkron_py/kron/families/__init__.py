@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from fastkron_py.kron.families import fragments, narrow, slice_pair, small_factors, tile, torch_products, wgmma, whole_row
+from fastkron_py.kron.families import butterfly, fragments, narrow, slice_pair, tile, torch_products, wgmma, whole_row
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fastkron_py.kron.scale import Scale
+    from fastkron_py.kron.canonical import Scale
     from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.gpu import GPU
     from fastkron_py.runtime.launch import LaunchConfig
@@ -70,7 +70,7 @@ class Tunable(Family, Protocol):
         """Return why a configuration is not valid for a launch that the family offers, or None."""
 
 
-FAMILIES: Final[tuple[Family, ...]] = (narrow, tile, slice_pair, whole_row, small_factors, fragments, wgmma, torch_products)
+FAMILIES: Final[tuple[Family, ...]] = (narrow, tile, slice_pair, whole_row, butterfly, fragments, wgmma, torch_products)
 """Of offers of equal cost, that of the earlier family is taken."""
 
 BY_NAME: Final = {family.name: family for family in FAMILIES}
@@ -95,7 +95,7 @@ def asked(problem: Problem) -> list[Family]:
 
 def missing(dtype: torch.dtype, gpu: GPU) -> tuple[str, ...]:
     """Return the families that would multiply this type on a GPU, but whose kernels this Triton cannot compile."""
-    in_gluon = (fragments, wgmma, whole_row, small_factors)
+    in_gluon = (fragments, wgmma, whole_row, butterfly)
     return tuple([family.name for family in in_gluon if family.takes(dtype, gpu) and family.kernel() is None])
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 from fastkron_py.kron.families import tile
 from fastkron_py.kron.plan.steps import Launch, Step, tile_constants
 from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment, add_launch
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.runtime.gpu import GPU, next_power_of_two
 
 if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
@@ -145,9 +144,9 @@ def candidates(segment: Segment) -> list[Candidate] | str:
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """The one launch of a step; it has no configurations to tune."""
-    from fastkron_py.kron.kernels.narrow_multiply import _narrow_multiply_fwd_kernel
+    from fastkron_py.kron.kernels.narrow import _narrow_multiply_fwd_kernel
     from fastkron_py.runtime.launch import LaunchConfig
-    from fastkron_py.tiling.arithmetic import arithmetic
+    from fastkron_py.tiling.products import arithmetic
 
     batches, launch = problem.shape[0], problem.launch
     config = narrow_config(launch.p, launch.q, problem.dtype.itemsize, problem.num_slices, problem.shape[3], problem.gpu)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fastkron_py.kron.scale import Scale
+    from fastkron_py.kron.canonical import Scale
     from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.launch import LaunchConfig
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from triton import knobs
 
 from fastkron_py.kron import problem as problems
+from fastkron_py.kron.canonical import Scale
 from fastkron_py.kron.families import BY_NAME, TUNABLE, family_of, offers
 from fastkron_py.kron.forward import is_mergeable, launches_of, multiply_problem, with_whole_rows
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.planner import choose, plans, segment_of
-from fastkron_py.kron.scale import Scale
 from fastkron_py.kron.tune.api import TuningProgress, TuningResult
 from fastkron_py.kron.tune.choice import WIDTHS, Choice, TunedLaunch, is_offered, obstacle, problem_of
 from fastkron_py.kron.tune.table import lookup

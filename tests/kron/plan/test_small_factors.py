@@ -7,8 +7,7 @@ import itertools
 import pytest
 from planning import DTYPES, planned
 
-from fastkron_py.kron.families.small_factors import SIZES, small_factors, takes_small_factors
-from fastkron_py.kron.plan.phases import DOUBLE, LANES, SINGLE
+from fastkron_py.kron.families.butterfly import DOUBLE, LANES, SINGLE, SIZES, small_factors, takes_small_factors
 
 # (sizes, bytes, rows), as measured on an H200
 FASTER = [
