@@ -11,13 +11,7 @@ from compiled_for_h100 import LIMIT, TRITON_VERSION
 from fastkron_py.runtime.gpu import nvidia
 
 # One worker: what is compiled serves all tests here.
-OLD = TRITON_VERSION < (3, 9)
-pytestmark = [
-    pytest.mark.skipif(OLD, reason="Triton before 3.9 does not compile all of them"),
-    pytest.mark.full,
-    pytest.mark.timeout(LIMIT),
-    pytest.mark.xdist_group("compile_for_gpus"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_group("compile_for_gpus")]
 
 ARCHITECTURES = pytest.mark.parametrize("capability", BASELINES)
 NOTHING = Compiled(0, 0, 0)  # of a kernel that sm_90 has no launch of in this problem
@@ -42,6 +36,7 @@ def test_shared_memory_suffices(kernels: dict[tuple[str, ...], Kernels], capabil
     assert {name: found.shared for name, found in kernels[capability,].items() if found.shared > limit} == {}
 
 
+@pytest.mark.skipif(TRITON_VERSION == (3, 7), reason="Triton 3.7 multiplies float64 without tensor cores for 10.0, and spills 3 to 7 KB")
 @ARCHITECTURES
 def test_no_more_is_spilled_than_on_hopper(kernels: dict[tuple[str, ...], Kernels], capability: str) -> None:
     hopper = kernels[BASELINES[capability]]
