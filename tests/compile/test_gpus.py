@@ -36,9 +36,12 @@ def test_shared_memory_suffices(kernels: dict[tuple[str, ...], Kernels], capabil
     assert {name: found.shared for name, found in kernels[capability,].items() if found.shared > limit} == {}
 
 
-@pytest.mark.skipif(TRITON_VERSION == (3, 7), reason="Triton 3.7 multiplies float64 without tensor cores for 10.0, and spills 3 to 7 KB")
 @ARCHITECTURES
 def test_no_more_is_spilled_than_on_hopper(kernels: dict[tuple[str, ...], Kernels], capability: str) -> None:
+    """But for a few values of fused backward passes by the assembler of Triton 3.7."""
+    is_3_7 = TRITON_VERSION == (3, 7)
+    if is_3_7 and capability == "10.0":
+        pytest.skip("Triton 3.7 multiplies float64 without tensor cores for 10.0, and spills 2 to 7 KB")
     hopper = kernels[BASELINES[capability]]
     spilled = {name: (found.spilled, hopper.get(name, NOTHING).spilled) for name, found in kernels[capability,].items()}
-    assert {name: pair for name, pair in spilled.items() if pair[0] > pair[1]} == {}
+    assert {name: pair for name, pair in spilled.items() if pair[0] > pair[1] + (56 if is_3_7 else 0)} == {}
