@@ -263,7 +263,10 @@ def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
 def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
     """Of dC, a tile [num_in, num_out] for each few degrees, reduced over rows."""
     tiles = _tiles_of("coefficients", sizes)
-    if sizes.itemsize == 4 and sizes.rows <= _ONE_STEP.block_k and sizes.gpu.is_measured:
+    gpu = sizes.gpu
+    # For 10.0 the compiler of Triton 3.7 fails at higher tiles that hold all degrees.
+    is_for_it = sizes.rows <= _ONE_STEP.block_k if gpu.is_measured else gpu.has_shared_operands and sizes.terms <= tiles[-1].degrees
+    if sizes.itemsize == 4 and is_for_it:
         tiles = (*tiles[:-1], _ONE_STEP)
     tile = _chosen(tiles, _FEW_COEFFICIENTS, (sizes.num_in, sizes.num_out, sizes.rows), sizes, sizes.terms)
     programs = _tiles(tile, sizes.num_in, sizes.num_out) * _groups(tile, sizes.terms)

@@ -50,6 +50,14 @@ def test_splits_cover_the_reduction(name: str) -> None:
         assert split.groups == 1 or name == "forward"
 
 
+def test_tiles_of_all_degrees_that_compile_for_10_0() -> None:
+    """With Triton 3.7, whose compiler fails there where a loop without a choice of degrees has tiles of 64 rows of four bytes."""
+    of_few = [s._replace(terms=terms, gpu=BLACKWELL) for s in CASES for terms in (1, 2, 4) if s.itemsize == 4]
+    tiles = [tuning.coefficient_gradient(s)[0] for s in of_few if not tuning.is_large(s)]
+    assert len(tiles) > 20
+    assert [tile for tile in tiles if tile.block_m > 32] == []
+
+
 def test_registers_hold_the_sums() -> None:
     """Accumulators take 128 registers of a thread at most."""
     few = (*tuning._FEW_FORWARD, *tuning._FEW_INPUT, *tuning._FEW_COEFFICIENTS, tuning._ONE_STEP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,6 +114,18 @@ def test_pairs(tile: GemmTile, where: str, has_descriptors: bool, device: torch.
         gemm(x, b, bias, call, out, tile=tile, b2=b2)
     assert_close(out, up * gate.relu())
     assert int(whole.isnan().sum()) == whole.numel() - out.numel()
+
+
+@pytest.mark.parametrize("where", ["stacked", "apart, gate first"])
+def test_pairs_on_amd(where: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both matrices are loaded by themselves there."""
+    if device.type != "cpu":
+        pytest.skip("compiled kernels are of the GPU that is there")
+    on_amd = Mock(return_value=True)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_descriptors=False))
+    monkeypatch.setattr("fastkron_py.tiling.gemm.is_hip", on_amd)
+    test_pairs(TILES[1], where, False, device)
+    assert on_amd.called
 
 
 @pytest.mark.parametrize(
