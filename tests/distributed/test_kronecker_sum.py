@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastkron_py
 from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid
 from fastkron_py.distributed.replicated import total
-from fastkron_py.kron.operators.algebra import kron_range
 
 SIZES = (4, 5, 3)
 N = math.prod(SIZES)
@@ -189,15 +188,6 @@ def test_gradients(ranks: RankPool, grid_shape: tuple[int, int], kinds: list[tup
 
 
 # ---- what ranks hold and send ---------------------------------------------------------------------
-
-
-def test_a_range_of_sums() -> None:
-    vectors = [random(p, seed=i) for i, p in enumerate((3, 5, 2, 4))]
-    whole = fastkron_py.KroneckerSum([v.diag() for v in vectors]).diagonal()
-    for start, stop in [(0, 120), (0, 0), (7, 8), (13, 87), (119, 120), (40, 80)]:
-        torch.testing.assert_close(kron_range(vectors, start, stop, torch.add), whole[start:stop], rtol=1e-14, atol=1e-15)
-    batch = [torch.stack([v, 2 * v]) for v in vectors]
-    torch.testing.assert_close(kron_range(batch, 13, 87, torch.add)[1], 2 * whole[13:87], rtol=1e-14, atol=1e-15)
 
 
 def sent():
