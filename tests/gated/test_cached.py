@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from cache_spy import CacheSpy
-from gated_cases import LAYOUTS, expected, expected_gradients, pack, problem, relative, served
+from gated_cases import expected, pack, problem, relative, served
 from torch import Tensor
 
 import fastkron_py
 from fastkron_py import gated_linear
-from fastkron_py.functional import gated_mlp
-from fastkron_py.runtime.call_cache import CACHE
 
 ROWS, HIDDEN, DEPTH = 5, 16, 24
 
@@ -40,66 +38,6 @@ def warm(spy: CacheSpy, x: Tensor, weight: Tensor) -> None:
     assert served(spy)[0] == 0
     assert_right(stacked(x, weight), x, weight)
     assert served(spy)[0] == 1
-
-
-@pytest.mark.parametrize("backward", ["save", "recompute"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gated_repeats_bit_for_bit(layout: str, backward: str, spy: CacheSpy, generator: torch.Generator, device: torch.device) -> None:
-    """Forward and gradients, of other numbers each time, against float64 and a program of its own."""
-    for turn in range(3):
-        x, up, gate, dy = problem(ROWS, HIDDEN, DEPTH, torch.float32, device, generator)
-        leaves = [x.requires_grad_(), pack(up, gate, layout).requires_grad_()]
-
-        def step(leaves: list[Tensor] = leaves, dy: Tensor = dy) -> list[Tensor]:
-            y = gated_linear(*leaves, layout=layout, backward=backward)
-            return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-        y, dx, dw = found = step()
-        assert served(spy)[0] == (turn > 0)
-        halves = dw if layout == "stacked" else (dw[0::2], dw[1::2])
-        for f, e in zip((y, dx, *halves), expected_gradients(x, up, gate, dy, "silu"), strict=True):
-            assert relative(f, e) < 4e-6
-    CACHE.forget()
-    assert all(torch.equal(f, again) for f, again in zip(found, step(), strict=True))
-    assert served(spy)[0] == 0
-
-
-def test_mlp_with_biases(spy: CacheSpy, generator: torch.Generator, device: torch.device) -> None:
-    """All five tensors, rows in two dimensions; what is not needed gets no gradient."""
-    shapes = ((2, 3, DEPTH), (2 * HIDDEN, DEPTH), (2 * HIDDEN,), (DEPTH, HIDDEN), (DEPTH,))
-    x, weight, bias, down, down_bias = leaves = [torch.randn(s, generator=generator).to(device) / s[-1] ** 0.5 for s in shapes]
-
-    def step() -> list[Any]:
-        y = gated_mlp(x, weight, down, bias=bias, down_bias=down_bias)
-        return [y.detach(), *(torch.autograd.grad(y.square().sum(), wanted) if (wanted := [t for t in leaves if t.requires_grad]) else ())]
-
-    for needing in ("", "01234", "024"):
-        for i, t in enumerate(leaves):
-            t.requires_grad_(str(i) in needing)
-        first, second = step(), step()
-        assert served(spy)[0] == 1
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        wide = [t.detach().double() for t in leaves]
-        gated = expected(wide[0].reshape(6, DEPTH), wide[1][0::2], wide[1][1::2], "silu", (wide[2][0::2], wide[2][1::2]))
-        assert first[0].shape == (2, 3, DEPTH)
-        assert relative(second[0].reshape(6, DEPTH), gated @ wide[3].mT + wide[4]) < 4e-6
-    with torch.no_grad():  # cached with gradients: another call
-        assert not gated_mlp(x, weight, down, bias=bias, down_bias=down_bias).requires_grad
-        assert served(spy)[0] == 0
-
-
-def test_weights_changed_in_place(spy: CacheSpy, given: tuple[Tensor, Tensor]) -> None:
-    """Nothing of the numbers is kept; a graph that needs the old ones is refused, as ever."""
-    x, weight = given
-    weight.requires_grad_()
-    stacked(x, weight)
-    y = stacked(x, weight)
-    with torch.no_grad():
-        weight.mul_(0.5)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-    assert_right(stacked(x, weight), x, weight)
-    assert served(spy)[0] == 2
 
 
 CHANGES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {

@@ -15,35 +15,12 @@ import fastkron_py
 from fastkron_py import poly_kan
 from fastkron_py.testing import assert_close
 
-BOTH = ["poly_kan", "poly_kan_backward"]
 pytestmark = pytest.mark.usefixtures("spy")  # by Triton
-
-
-def gradients(x: Tensor, c: Tensor, dy: Tensor, bias: Tensor | None = None, **options: Any) -> list[Tensor]:
-    y = poly_kan(x, c, bias=bias, **options)
-    return [y.detach(), *torch.autograd.grad(y, [t for t in (x, c, bias) if t is not None and t.requires_grad], dy)]
 
 
 def sample(device: torch.device, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     x, c, dy = problem(6, 4, 3, 3, torch.float32, device, generator)
     return x.reshape(2, 3, 4).requires_grad_(), c.requires_grad_(), dy.reshape(2, 3, 3)
-
-
-def test_again(built: list[str], spy: CacheSpy, device: torch.device, generator: torch.Generator) -> None:
-    x, c, dy = sample(device, generator)
-    bias = torch.randn(3, device=device, requires_grad=True)
-    first = gradients(x, c, dy, bias)
-    assert (built, spy.take()) == (BOTH, {})
-    for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(x, c, dy, bias), first, strict=True))
-    assert spy.take() == dict.fromkeys(BOTH, 2)
-    others = [(2 * t).detach().requires_grad_() for t in (x, c, bias)]
-    actual = gradients(others[0], others[1], dy, others[2])
-    assert (built, spy.take()) == (BOTH, dict.fromkeys(BOTH, 1))
-    y = layer(*(t.detach().double().requires_grad_() for t in others[:2]), "chebyshev", others[2].double())
-    assert_close(actual[0], y.detach(), rms_tol=1e-6, max_tol=1e-5)
-    assert actual[1].shape == x.shape
-    assert_close(actual[3], dy.sum((0, 1)), rms_tol=1e-6, max_tol=1e-5)
 
 
 def shifted(t: Tensor) -> Tensor:
@@ -82,18 +59,6 @@ def test_a_call_that_differs(spy: CacheSpy, device: torch.device, generator: tor
         spy.take()
         assert torch.equal(poly_kan(x, c, **options), first)
         assert spy.take() == {"poly_kan": 1}, name
-
-
-def test_a_table_of_another_size(spy: CacheSpy, device: torch.device, generator: torch.Generator) -> None:
-    """And sizes that equal another one but are of another type."""
-    x, c, _ = (t.detach() for t in sample(device, generator))
-    first = [poly_kan(x, c, evaluation="lut", lut_size=size) for size in (4, 8)]
-    assert not torch.equal(*first)
-    assert spy.take() == {}
-    poly_kan(x, c, lut_size=1)
-    with pytest.raises(TypeError, match="lut_size"):
-        poly_kan(x, c, evaluation="lut", lut_size=8.0)  # type: ignore[arg-type]
-    assert spy.take() == {}
 
 
 def test_some_gradients(device: torch.device, generator: torch.Generator) -> None:
