@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py.kron import operator, torch_small
-from fastkron_py.runtime import operator as autograd
 from fastkron_py.testing import assert_close
 
 
@@ -50,30 +48,3 @@ def test_a_loss_of_a_derivative(name: str, backend_name: str, device: torch.devi
         assert_close(slope, slope_wide.detach())
         for f, e in zip(found, expected, strict=True):
             assert_close(f, e, rms_tol=3e-6, max_tol=2e-5)  # sums of products of several rounded ones
-
-
-@pytest.mark.parametrize("recorded_graph", [True, False])
-def test_kron_computes_what_it_is_asked_for(recorded_graph: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(torch_small, "is_small", lambda problem: False)  # else autograd records torch's products
-    seen: list[tuple[bool, list[bool]]] = []
-
-    def noted(dy: Tensor, x: Tensor, factors: Any, between: Any, need_x: bool, need_factors: Any, *options: Any) -> Any:
-        seen.append((need_x, list(need_factors)))
-        return operator.kron_matmul_backward(dy, x, factors, between, need_x, need_factors, *options)
-
-    monkeypatch.setattr(operator, "CALLS", operator.CALLS._replace(gradients=noted))
-    function, x, factors = problem("kron", device)
-    torch.autograd.grad(function(x, factors).sum(), x, create_graph=recorded_graph)
-    torch.autograd.grad(function(x, factors).sum(), [factors[1], x], create_graph=recorded_graph)
-    torch.autograd.grad(function(x, factors).sum(), [x, *factors], create_graph=recorded_graph)
-    function(x, factors).sum().backward()
-    # Without a graph the flags are taken as they are: such a pass is whole, and its program is kept.
-    asked = [(True, [False, False]), (True, [False, True]), (True, [True, True]), (True, [True, True])]
-    assert seen == (asked if recorded_graph else [(True, [True, True])] * 4)
-
-
-def test_what_torch_does_not_tell_is_taken_to_be_asked_for(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(autograd.torch_internals, "works", lambda names: names != "nodes of a backward pass")
-    function, x, factors = problem("kron", device)
-    (slope,) = torch.autograd.grad(function(x, factors).sum(), x, create_graph=True)
-    assert_close(slope, torch.kron(*factors).double().sum(1).expand(6, 8).detach())

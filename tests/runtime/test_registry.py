@@ -17,9 +17,6 @@ from fastkron_py.gated.activations.registry import activation_names
 from fastkron_py.kan.bases.registry import basis_names
 from fastkron_py.nn import Activation, Basis, Denominator
 from fastkron_py.rational.denominators.registry import denominator_names
-from fastkron_py.runtime.builder import Builder
-from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.program import Program
 from fastkron_py.runtime.registry import Registry, records
 
 
@@ -29,26 +26,6 @@ class Thing:
 
     name: str
     numbers: Mapping[str, float] = field(default_factory=dict)
-
-
-def program() -> Program:
-    """That of one key, which is built where there is none."""
-    return CACHE.program("test_registry", lambda: Builder([torch.empty(1)]).program([]))
-
-
-def test_programs_are_forgotten() -> None:
-    """Where something is added or removed, and only there."""
-    things = Registry("thing", Thing, "a Thing")
-    first = program()
-    thing = things.register(Thing("a"))
-    second = program()
-    assert second is not first
-    assert things.find("a") is thing
-    assert things.names() == ["a"]
-    assert program() is second
-    things.unregister("a")
-    assert program() is not second
-    assert things.names() == []
 
 
 def test_built_in_records_are_found_when_one_is_looked_up() -> None:
