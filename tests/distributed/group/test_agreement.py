@@ -72,21 +72,17 @@ def meet_error(kind, failing):
     agree(ProcessGrid(), look())
 
 
-@pytest.mark.parametrize("kind", ["ValueError", "TypeError", "OutOfMemoryError"])
-def test_what_one_rank_met_is_raised_by_all(ranks: RankPool, kind: str) -> None:
-    for outcome in ranks.outcomes(meet_error, kind, [1]):
-        assert outcome.error == kind
-        assert outcome.message == "x: expected a tensor on cpu; got meta (on rank 1)"
-
-
-def test_what_all_ranks_met_names_none(ranks: RankPool) -> None:
-    for outcome in ranks.outcomes(meet_error, "ValueError", list(range(8))):
-        assert (outcome.error, outcome.message) == ("ValueError", "x: expected a tensor on cpu; got meta")
-
-
-def test_different_errors(ranks: RankPool) -> None:
-    for outcome in ranks.outcomes(meet_error, "ValueError", [0, 1]):
-        assert outcome.message == "x: expected a tensor on cpu; got meta0 (on rank 0; other errors on rank 1)"
+@pytest.mark.parametrize(
+    ("kind", "failing", "shown"),
+    [
+        *((kind, [1], " (on rank 1)") for kind in ("ValueError", "TypeError", "OutOfMemoryError")),
+        ("ValueError", range(8), ""),
+        ("ValueError", [0, 1], "0 (on rank 0; other errors on rank 1)"),
+    ],
+)
+def test_what_ranks_met_is_raised_by_all(ranks: RankPool, kind: str, failing: list[int], shown: str) -> None:
+    for outcome in ranks.outcomes(meet_error, kind, failing):
+        assert (outcome.error, outcome.message) == (kind, f"x: expected a tensor on cpu; got meta{shown}")
 
 
 # ---- what calls compare ------------------------------------------------------------------------

@@ -90,10 +90,15 @@ def test_mpiexec_ends_when_a_rank_raises() -> None:
     assert "ValueError: only here" in result.stderr
 
 
-def test_mpirun_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_mpirun_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(RuntimeError, match=r"mpirun started this process, and mpi4py or its MPI library cannot be loaded; install both"):
@@ -103,6 +108,7 @@ def test_mpirun_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPa
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
 
 
+@pytest.mark.usefixtures("no_launcher")
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -113,9 +119,6 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_
     ],
 )
 def test_variables_that_are_missing(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(LAUNCHERS):
-            monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=message):
@@ -202,15 +205,11 @@ def test_nccl_without_a_gpu() -> None:
         pool.stop()
 
 
-@pytest.mark.parametrize(
-    ("timeout", "kind"), [("long", TypeError), (True, TypeError), (0, ValueError), (timedelta(0), ValueError), (float("inf"), ValueError)]
-)
-def test_a_wrong_timeout_alone(timeout: object, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(LAUNCHERS):
-            monkeypatch.delenv(name)
-    with pytest.raises(kind, match="timeout: expected"):
-        init_process_group("gloo", timeout=timeout)  # type: ignore[arg-type]
+@pytest.mark.usefixtures("no_launcher")
+def test_a_wrong_timeout_alone() -> None:
+    for timeout, kind in (("long", TypeError), (True, TypeError), (0, ValueError), (timedelta(0), ValueError), (float("inf"), ValueError)):
+        with pytest.raises(kind, match="timeout: expected"):
+            init_process_group("gloo", timeout=timeout)  # type: ignore[arg-type]
 
 
 def start_with_one_missing(slurm, port, folder):

@@ -140,32 +140,6 @@ def test_an_exchange_and_its_inverse(problem: tuple) -> None:
             assert torch.equal(block, again)
 
 
-@EXPLORE
-@given(problems())
-def test_sizes_rectangles_and_what_every_rank_holds(problem: tuple) -> None:
-    ps, qs, cuts, parts = problem
-    details = way(ps, qs, cuts, parts)
-    for exchange in details.exchanges:
-        owner = torch.full((exchange.rows, exchange.columns), -1)
-        for sender in range(parts):
-            for receiver in range(parts):
-                rectangles = exchange.rectangles(sender, receiver)
-                assert len(rectangles) <= 3
-                assert sum(r.size for r in rectangles) == exchange.size(sender, receiver)
-                for r in rectangles:
-                    assert (owner[r.row : r.row_stop, r.column : r.column_stop] == -1).all()
-                    owner[r.row : r.row_stop, r.column : r.column_stop] = receiver
-            assert sum(exchange.size(sender, r) for r in range(parts)) == exchange.source_size(sender)
-        assert owner.flatten().tolist() == [r for r, w in enumerate(widths(exchange.target)) for _ in range(w)]
-    for stage in details.stages:
-        assert aligned(stage.offsets, stage.p)
-        assert stage.offsets[0] == 0
-        assert stage.offsets[-1] == stage.p * stage.slices
-        assert list(stage.offsets) == sorted(stage.offsets)
-    if details.stages[-1].exchange is not None:
-        assert details.stages[-1].exchange.target == chunk_offsets(math.prod(qs), parts)
-
-
 def test_chunks_are_those_of_torch_and_of_dtensor() -> None:
     for size, parts in ((10, 4), (8, 4), (3, 5), (0, 3), (29791, 4), (1, 1), (5, 4)):
         assert widths(chunk_offsets(size, parts)) == [Shard.local_shard_size_and_offset(size, parts, r)[0] for r in range(parts)]
