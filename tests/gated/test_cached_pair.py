@@ -16,7 +16,7 @@ from fastkron_py.tiling import gemm_config as tuning
 from fastkron_py.tiling.gemm_config import GemmSpan, GemmTile
 
 ROWS, HIDDEN, DEPTH = 6, 16, 24
-TOLERANCE = 4e-6  # float32-class, as in `test_cached`
+TOLERANCE = 4e-6  # float32-class
 Given = tuple[Tensor, Tensor, Tensor, Any, Any, Any]
 
 

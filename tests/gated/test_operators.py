@@ -1,4 +1,4 @@
-"""What torch asks of the gated operators: derivatives of every order, fakes, compilation, vmap, autocast."""
+"""What torch asks of the gated operators: derivatives of every order, forward mode, vmap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch asks of the polynomial KAN operators: derivatives of every order, fakes, compilation, vmap, autocast."""
+"""What torch asks of the polynomial KAN operators: derivatives of every order, vmap."""
 
 from __future__ import annotations
 

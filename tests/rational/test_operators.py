@@ -1,4 +1,4 @@
-"""The rational operators: what torch.library asks of them, derivatives of every order and kind, transforms, compilation."""
+"""The rational operators: what torch.library asks of them, derivatives of every order, transforms."""
 
 from __future__ import annotations
 
@@ -106,6 +106,3 @@ def test_vmap(backend_name: str, device: torch.device) -> None:
         want = [step(reference.rational, *s, reference.rational(*s).cos()) for s in samples]
         for i, f in enumerate(found):
             fastkron_py.testing.assert_close(f, torch.stack([w[i] for w in want]), rms_tol=1e-12, max_tol=1e-11)
-
-
-# ---- compilation -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""torch.func.functionalize around public functions: their result, its gradients by autograd, and a plain word beside other transforms."""
+"""torch.func.functionalize around public functions, beside other transforms."""
 
 from __future__ import annotations
 
