@@ -1,4 +1,4 @@
-"""`fastkron::lokr_linear`: one node of autograd, the composed product's numbers, torch's own checks of operators, and cached calls."""
+"""`fastkron::lokr_linear`: one node of autograd, and the composed product's numbers."""
 
 from __future__ import annotations
 

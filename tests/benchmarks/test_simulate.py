@@ -1,4 +1,4 @@
-"""Simulated plans beside the committed measurements, and the tables and the picture that are made of them."""
+"""Simulated plans beside the committed measurements."""
 
 from __future__ import annotations
 

@@ -37,14 +37,6 @@ def test_dct_matrix_is_orthonormal_and_scipy_s() -> None:
         np.testing.assert_allclose(matrix, fft.dct(np.eye(n), norm="ortho", axis=0), atol=1e-13)
 
 
-def test_photograph_ships_with_scikit_image() -> None:
-    image = demo.photograph("chelsea.png")
-    assert image.shape == (300, 451, 3)
-    assert 0 <= image.min() < 0.1
-    assert 0.9 < image.max() <= 1
-    np.testing.assert_array_equal(demo.photograph("chelsea.png", 32), image[134:166, 209:241])
-
-
 def test_demo_writes_a_picture(runner: CliRunner, tmp_path: Path) -> None:
     from PIL import Image
 

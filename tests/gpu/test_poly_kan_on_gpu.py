@@ -116,6 +116,3 @@ def test_memory(dtype: torch.dtype, generator: torch.Generator) -> None:
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 5 * x.numel() * x.element_size()
     assert len(found) == 3
-
-
-# ---- large layers whose calls are cached ---------------------------------------------------------

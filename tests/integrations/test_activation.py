@@ -41,50 +41,28 @@ def made() -> type:
 OURS, STOCK = KroneckerLinearOperator, KroneckerProductLinearOperator
 
 
-def test_a_block() -> None:
+def test_blocks_and_plain_calls() -> None:
+    """Blocks nest, and end with an exception, too; what a plain call changes inside of a block ends with it."""
     with use_fastkron():
-        assert made() is OURS
         assert [vars(owner)[name] for owner, name in PLACES] != ORIGINALS
-    assert made() is STOCK
-
-
-def test_blocks_nest() -> None:
-    with use_fastkron():
         with use_fastkron():
             assert made() is OURS
         assert made() is OURS
         with use_fastkron(False):
             assert made() is STOCK
-            with use_fastkron():
-                assert made() is OURS
-            assert made() is STOCK
+            use_fastkron()
+            assert made() is OURS
         assert made() is OURS
-
-
-def test_an_exception_ends_the_block() -> None:
-    with pytest.raises(ZeroDivisionError), use_fastkron():
-        _ = 1 / 0
-    assert made() is STOCK
-
-
-def test_a_plain_call_and_its_end() -> None:
-    switch = use_fastkron()
-    assert made() is OURS
-    switch.close()
-    assert made() is STOCK
-    switch.close()
-    assert made() is STOCK
-
-
-def test_a_plain_call_inside_a_block_ends_with_the_block() -> None:
-    with use_fastkron():
         use_fastkron(False)
         assert made() is STOCK
     assert made() is STOCK
-    with use_fastkron(False):
-        use_fastkron()
-        assert made() is OURS
-    assert made() is STOCK
+    with pytest.raises(ZeroDivisionError), use_fastkron():
+        _ = 1 / 0
+    switch = use_fastkron()
+    assert made() is OURS
+    for _ in range(2):
+        switch.close()
+        assert made() is STOCK
 
 
 def test_a_decorator() -> None:

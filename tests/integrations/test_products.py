@@ -197,18 +197,20 @@ def test_plus_a_constant_diagonal() -> None:
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def test_refuses_dtypes_that_differ() -> None:
-    operator = KroneckerLinearOperator(torch.randn(2, 2), torch.randn(3, 3, dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"linear_ops\[1\]: expected torch.float32, as the right-hand side has; got torch.float64"):
-        operator._matmul(torch.randn(6, 1))
-    with pytest.raises(TypeError, match=r"linear_ops\[0\]: expected torch.float64"):
-        KroneckerLinearOperator(torch.randn(2, 2), torch.randn(3, 3)).matmul(torch.randn(6, 1, dtype=torch.float64))
-
-
-def test_refuses_devices_that_differ() -> None:
-    operator = KroneckerLinearOperator(torch.randn(2, 2), torch.randn(3, 3, device="meta"))
-    with pytest.raises(ValueError, match=r"linear_ops\[1\]: expected a factor on cpu, where the right-hand side is; got meta"):
-        operator._matmul(torch.randn(6, 1))
+def test_refuses_factors_unlike_the_right_hand_side() -> None:
+    single, double, x = torch.randn(2, 2), torch.randn(3, 3, dtype=torch.float64), torch.randn(6, 1)
+    for factors, side, error, message in (
+        ((single, double), x, TypeError, r"linear_ops\[1\]: expected torch.float32, as the right-hand side has; got torch.float64"),
+        ((single, double.float()), x.double(), TypeError, r"linear_ops\[0\]: expected torch.float64"),
+        (
+            (single, double.float().to("meta")),
+            x,
+            ValueError,
+            r"linear_ops\[1\]: expected a factor on cpu, where the right-hand side is; got meta",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            KroneckerLinearOperator(*factors)._matmul(side)
 
 
 def test_refuses_factors_that_are_not_square() -> None:

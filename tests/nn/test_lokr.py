@@ -80,22 +80,6 @@ def test_a_new_adapter_is_zero_and_learns(name: str) -> None:
     assert last.grad.count_nonzero()
 
 
-@ALL
-def test_merging(name: str) -> None:
-    layer = made(name, dtype=torch.float64)
-    x, before = operand(layer), layer.base_layer.weight.detach().clone()  # type: ignore[union-attr, operator]
-    want = layer(x)
-    layer.merge()
-    layer.merge()
-    assert layer.is_merged
-    assert_close(layer.base_layer.weight, before + weight_of(layer), steps=4)
-    assert_close(layer(x), want.detach(), steps=4)
-    layer.unmerge()
-    layer.unmerge()
-    assert_close(layer.base_layer.weight, before, steps=4)
-    assert_close(layer(x), want.detach(), steps=4)
-
-
 def _step(layer: Layer) -> None:
     for p in layer.parameters():
         if p.requires_grad:

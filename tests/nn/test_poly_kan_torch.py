@@ -1,4 +1,4 @@
-"""What torch does with KAN layers besides calling them: sizes that are symbols, export, parameters without memory."""
+"""What torch does with KAN layers besides calling them: sizes that are symbols, parameters without memory."""
 
 from __future__ import annotations
 

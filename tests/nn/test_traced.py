@@ -1,4 +1,4 @@
-"""torch.jit.trace, torch.export and its files, of layers whose eager calls write in place, save more, or keep a range."""
+"""torch.export and its files, of layers that keep a range, and of Kronecker products as operators."""
 
 from __future__ import annotations
 
