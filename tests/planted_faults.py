@@ -295,7 +295,7 @@ FAULTS = [
     Fault(
         "fastkron_py/adapters/api.py",
         "beta = 0.0 if base is None else 1.0",
-        "beta = 1.0",
+        "beta = 0.0 if base is None else 0.5",
         ("tests/adapters/test_out.py", "tests/contracts -k lokr", "tests/adapters/test_lokr_linear.py"),
     ),
     # Ranks.
