@@ -67,7 +67,7 @@ def launches_by(chosen, x, factors, precision="highest"):
 
 def carry_out(launches, x, factors):
     """Run launches one after the other, as a program."""
-    from fastkron_py.kron.scale import PLAIN
+    from fastkron_py.kron.canonical import PLAIN
     from fastkron_py.runtime.builder import Builder
 
     build = Builder((x, *factors))

@@ -146,8 +146,8 @@ def forced(algorithm: str) -> Iterator[None]:
 def _program(inputs: Inputs) -> Call:
     """The product, or the factor's gradient, as a program of its own."""
     from fastkron_py.kron.backward import add_backward
+    from fastkron_py.kron.canonical import PLAIN
     from fastkron_py.kron.forward import add_multiply
-    from fastkron_py.kron.scale import PLAIN
 
     given = [t for t in (inputs.x, inputs.factor, inputs.dy) if t is not None]
     build = Builder(given)

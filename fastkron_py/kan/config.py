@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.runtime.gpu import GPU, next_power_of_two
 from fastkron_py.tiling.gemm_config import GemmTile
 
 LARGE_PRODUCTS: Final = 1 << 31  # multiplications from which on preparing operands costs little beside the product

@@ -16,28 +16,25 @@ from torch import Tensor
 
 from fastkron_py.kron.backward_pass import Pass
 from fastkron_py.kron.backward_problem import GradientProblem, numbers_of, shared_strides
+from fastkron_py.kron.canonical import Scale
 from fastkron_py.kron.families.one_mode import best_gradient_algorithm
 from fastkron_py.kron.families.wgmma import gradient_launch
 from fastkron_py.kron.forward import add_multiply, mergeable
 from fastkron_py.kron.fused_launches import fused_launch
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.hopper.launch_config import ChainedLaunch, chained_launch
-from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
-from fastkron_py.kron.kernels.partials import _split_gradient_kernel
+from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel, _split_gradient_kernel
 from fastkron_py.kron.launches import parts_of, passes_of
 from fastkron_py.kron.matmul_step import BY_TORCH, add_gradient
 from fastkron_py.kron.plan.gradient import GradientConfig, Group, Numbers, gradient_config, gradient_plan
 from fastkron_py.kron.plan.gradient_order import Whole, best_order
 from fastkron_py.kron.plan.steps import run_of
-from fastkron_py.kron.scale import Scale
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
-from fastkron_py.runtime.gpu import GPU
+from fastkron_py.runtime.gpu import GPU, next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import Scalar
-from fastkron_py.runtime.sizes import next_power_of_two
-from fastkron_py.tiling.arithmetic import arithmetic
-from fastkron_py.tiling.partials import sum_launcher
+from fastkron_py.tiling.products import arithmetic, sum_launcher
 
 
 class _Partials:

@@ -10,24 +10,23 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import epilogues
-from fastkron_py.kron.epilogues import AXPBY, SCALE, StoreEpilogue
+from fastkron_py.kron.canonical import PLAIN, Scale, lone_units, without_units
 from fastkron_py.kron.families import torch_products, wgmma
 from fastkron_py.kron.families.one_mode import WIDE, best_algorithm, has_choice, planned_seconds, takes_wgmma
 from fastkron_py.kron.families.whole_row import takes_whole_rows
 from fastkron_py.kron.hopper import kernels
+from fastkron_py.kron.kernels import epilogues
+from fastkron_py.kron.kernels.epilogues import AXPBY, SCALE, StoreEpilogue
 from fastkron_py.kron.launches import LaunchProblem, MultiplyProblem, Rows, launch_configs, mode_of, parts_of
 from fastkron_py.kron.matmul_step import BY_TORCH, GemmStep, MatmulStep
 from fastkron_py.kron.plan.plan import Place, places, plan, transposes
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, PlanProblem
-from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.table import tuned
-from fastkron_py.kron.units import lone_units, without_units
 from fastkron_py.runtime.backend import families_in_force
 from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.gpu import SECTOR_BYTES
 from fastkron_py.runtime.launch import Launcher
-from fastkron_py.runtime.sizes import SECTOR_BYTES
 
 MOST_ORDERED: Final = 4  # launches, whose orders are compared
 WORTH_ORDERING: Final = 0.95  # of the modelled time of the plan's order,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastkron_py.kron.epilogues import AXPBY, StoreEpilogue
 from fastkron_py.kron.families.registry import family_of
+from fastkron_py.kron.kernels.epilogues import AXPBY, StoreEpilogue
 from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.runtime import device as devices
@@ -53,7 +53,7 @@ def parts_of(dtype: torch.dtype) -> int:
 
 
 def in_words(strides: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Strides as kernels take them (`tiling.elements`): an element is one word, or two of float64."""
+    """Strides as kernels take them (`tiling.addresses`): an element is one word, or two of float64."""
     return tuple([2 * stride for stride in strides]) if dtype == torch.complex128 else tuple(strides)
 
 
@@ -65,7 +65,7 @@ def passes_of(dtype: torch.dtype, precision: str) -> int:
 def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype, precision: str, device: torch.device) -> Mode:
     """The sizes of a multiply of one mode by a factor p x q, in an operand with this (B, L, before, after) around the mode.
 
-    A complex factor is a real one of twice the sides (`tiling.elements`).
+    A complex factor is a real one of twice the sides (`tiling.addresses`).
     """
     groups, rows, before, after = shape
     parts, real = parts_of(dtype), dtype.to_real()

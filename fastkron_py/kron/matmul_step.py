@@ -15,24 +15,21 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastkron_py.kron import epilogues
-from fastkron_py.kron.epilogues import StoreEpilogue
+from fastkron_py.kron.canonical import PLAIN, Scale, add_scaling
 from fastkron_py.kron.families.torch_products import copied_width
-from fastkron_py.kron.kernels.copy_matrices import _copy_matrices_kernel
-from fastkron_py.kron.kernels.gemm_epilogue import epilogue_axpby
+from fastkron_py.kron.kernels import epilogues
+from fastkron_py.kron.kernels.epilogues import StoreEpilogue
+from fastkron_py.kron.kernels.matmul_step import _copy_matrices_kernel, epilogue_axpby
 from fastkron_py.kron.launches import in_words, parts_of
 from fastkron_py.kron.matmul import Epilogue, matrices, mode_products, product, scaled_product, summed_products, wide_product
-from fastkron_py.kron.scale import PLAIN, Scale, add_scaling
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.precision import has_precisions, torch_products
 from fastkron_py.runtime.program import Scalar
-from fastkron_py.runtime.sizes import next_power_of_two
-from fastkron_py.tiling.arithmetic import arithmetic
-from fastkron_py.tiling.gemm_launch import add_gemm
-from fastkron_py.tiling.gemm_problem import Gemm
-from fastkron_py.tiling.long_products import Cut, cut_of, write_parts
-from fastkron_py.tiling.partials import sum_launcher
+from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
+from fastkron_py.tiling.products import arithmetic, sum_launcher
+from fastkron_py.tiling.torch_products import Cut, cut_of, write_parts
 
 BY_TORCH: Final = ("matmul", "copying")  # algorithms
 _UNIT: Final = 8  # elements of half types that take 16 bytes

@@ -176,8 +176,8 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kron import quantize_program
-    from fastkron_py.kron.quantize_program import LARGEST
+    from fastkron_py.kron import quantize
+    from fastkron_py.kron.quantize import LARGEST
     from fastkron_py.runtime import backend
     from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.gpu import HOPPER
@@ -206,7 +206,7 @@ def main() -> None:
         for kind in [kind for kind in LARGEST if f"as {kind}" in also]:
             what = f"as {kind}"
             rows, matrices = x.reshape(-1, k), [f[0] for f in factors]
-            quantize_program.program([rows, *matrices], (0.1, kind, None, "triton"))([rows, *matrices], (0.1,))
+            quantize.program([rows, *matrices], (0.1, kind, None, "triton"))([rows, *matrices], (0.1,))
         if "backward" in also:
             what = "backward"
             backward(y, x, factors)

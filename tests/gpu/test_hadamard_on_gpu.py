@@ -7,7 +7,7 @@ import torch
 from canonical_cases import watch_kernels
 
 import fastkron_py
-from fastkron_py.kron import hadamard_factors
+from fastkron_py.kron.hadamard import has_additions
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ OTHERS = [48, 80, 112, 96, 640, 768, 1536, 3584, 5120, 12288, 14336, 28672]  # m
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched."""
     device = torch.device("cuda")
-    if not hadamard_factors.has_additions(1, 4, SINGLE, device, "auto"):
+    if not has_additions(1, 4, SINGLE, device, "auto"):
         pytest.skip("needs a GPU whose kernels Triton compiles from Gluon")
     return watch_kernels(monkeypatch)
 

@@ -12,7 +12,7 @@ import fastkron_py
 from fastkron_py import functional
 from fastkron_py.kron import backward as backward_module
 from fastkron_py.kron import forward
-from fastkron_py.tiling.long_products import by_parts
+from fastkron_py.tiling.torch_products import by_parts
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import torch
 from canonical_cases import watch_kernels
 
 import fastkron_py
-from fastkron_py.kron.families import small_factors
+from fastkron_py.kron.families import butterfly
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan import plan
 from fastkron_py.testing import assert_close
@@ -25,7 +25,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched; any number of rows takes this one."""
     if not kernels.has_small_factors(torch.device("cuda"), SINGLE, "highest"):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(small_factors, "small_factors_cost", lambda *sizes: 0.0)
+    monkeypatch.setattr(butterfly, "small_factors_cost", lambda *sizes: 0.0)
     plan.plan.cache_clear()
     yield watch_kernels(monkeypatch)
     plan.plan.cache_clear()

@@ -24,7 +24,7 @@ from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import ADA
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import cpu_slices
+from fastkron_py.tiling import torch_products
 
 # rows, in, out, degree: ones, primes, several tiles each way, a reduction that is split.
 SHAPES = [(1, 1, 1, 1), (5, 1, 3, 4), (7, 13, 11, 3), (37, 70, 45, 2), (3, 130, 5, 4)]
@@ -250,8 +250,8 @@ def sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of three rows, and no layer small enough for autograd's own record."""
     monkeypatch.setattr(torch_backend, "PRODUCT_ROWS", ROWS)
     monkeypatch.setattr(torch_backend, "FEW_ROWS", 1)
-    monkeypatch.setattr(cpu_slices, "SLICE_ELEMENTS", 1)
-    monkeypatch.setattr(cpu_slices, "GPU_SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(torch_products, "SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(torch_products, "GPU_SLICE_ELEMENTS", 1)
     monkeypatch.setattr(program, "_SMALL", 0)
 
 

@@ -115,7 +115,7 @@ def test_lower_precision_is_asked_for_by_name(device, precision):
     y = multiply(x, factors, precision=precision)
     expected = dense(x, factors)
     assert (y.double() - expected).norm() <= 1e-3 * expected.norm()
-    from fastkron_py.tiling.arithmetic import arithmetic
+    from fastkron_py.tiling.products import arithmetic
 
     compiled = torch.cuda.is_available()
     assert arithmetic(torch.float32, precision, True).precision == ("tf32" if compiled else "ieee")

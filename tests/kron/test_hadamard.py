@@ -13,10 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastkron_py
 from fastkron_py import hadamard
-from fastkron_py.kron import hadamard_factors
+from fastkron_py.kron import hadamard as module
 from fastkron_py.kron.hadamard import operator
-from fastkron_py.kron.hadamard_factors import factor_sizes, has_additions, padded_matrix, split
-from fastkron_py.kron.hadamard_matrices import hadamard_matrix
+from fastkron_py.kron.hadamard_orders import factor_sizes, hadamard_matrix, padded_matrix, split
 from fastkron_py.kron.plan.plan import plan
 from fastkron_py.kron.plan.steps import PlanProblem
 from fastkron_py.runtime.call_cache import CallCache
@@ -168,7 +167,7 @@ def test_out(device: torch.device) -> None:
 
 def test_what_the_kernel_writes_is_counted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """By autograd, as torch's own writes are: a launch into a tensor's memory tells torch nothing. This one writes nothing."""
-    monkeypatch.setattr(hadamard_factors, "has_additions", lambda *given: True)
+    monkeypatch.setattr(module, "has_additions", lambda *given: True)
     monkeypatch.setattr(CallCache, "program", lambda _cache, _key, build: lambda *given: None)
     x = torch.randn(3, 16, device=device)
     product = (torch.randn(3, 16, device=device, requires_grad=True) * x).sum()
@@ -255,7 +254,7 @@ def test_derivatives_of_additions(n: int, device: torch.device) -> None:
 
 def test_a_kept_call_takes_another_scale(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of one shape run one program, whichever scale it was built for."""
-    monkeypatch.setattr(hadamard_factors, "has_additions", lambda *given: True)
+    monkeypatch.setattr(module, "has_additions", lambda *given: True)
     x = torch.randn(3, 16, device=device)
     with fastkron_py.backend("torch"):
         for scale in (1.0, 0.5, 0.0, 1, 2):
@@ -264,4 +263,4 @@ def test_a_kept_call_takes_another_scale(device: torch.device, monkeypatch: pyte
 
 def test_cpus_multiply_by_factors(device: torch.device) -> None:
     if device.type == "cpu":
-        assert not has_additions(1, 4, torch.float32, device, "auto")
+        assert not module.has_additions(1, 4, torch.float32, device, "auto")

@@ -16,7 +16,7 @@ import torch
 import fastkron_py
 from fastkron_py import kron_quantize, reference
 from fastkron_py.functional import Quantized
-from fastkron_py.kron import quantize_launch, quantize_program
+from fastkron_py.kron import quantize
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.runtime.call_cache import CACHE
 
@@ -218,14 +218,14 @@ def test_half_types_take_one_launch(device: torch.device, monkeypatch: pytest.Mo
     """And others two; the same numbers come from both, but for the rounding of what lies between them."""
     x, factors, wanted = problem(SHAPES["a launch"], torch.bfloat16, device)
     taken: list[bool] = []
-    choose = quantize_launch.quantizing_launch
+    choose = quantize.quantizing_launch
 
     def noted(*arguments: Any) -> Any:
         found = choose(*arguments)
         taken.append(found is not None)
         return found
 
-    monkeypatch.setattr(quantize_launch, "quantizing_launch", noted)
+    monkeypatch.setattr(quantize, "quantizing_launch", noted)
     with fastkron_py.backend("triton"):
         assert_nearest(kron_quantize(x, factors, "int4"), wanted, torch.bfloat16, "int4")
         kron_quantize(x.float(), [f.float() for f in factors], "int4")
@@ -233,7 +233,7 @@ def test_half_types_take_one_launch(device: torch.device, monkeypatch: pytest.Mo
 
 
 def test_torch_rounds_where_triton_does_not_know_the_format(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_launch, "_FLOAT8", (99, 0))  # as it is in the interpreter anyway
+    monkeypatch.setattr(quantize, "_FLOAT8", (99, 0))  # as it is in the interpreter anyway
     x, factors, wanted = problem(SHAPES["small"], torch.float32, device)
     with fastkron_py.backend("triton"):
         assert_nearest(kron_quantize(x, factors, torch.float8_e4m3fn), wanted, torch.float32, torch.float8_e4m3fn)
@@ -262,5 +262,5 @@ def test_refusals() -> None:
 
 
 def test_the_formats_are_torch_s() -> None:
-    assert set(quantize_program.STORED) == set(quantize_program.LARGEST)
+    assert set(quantize.STORED) == set(quantize.LARGEST)
     assert torch.finfo(torch.float8_e4m3fn).max == 448

@@ -9,10 +9,10 @@ import pytest
 import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
 
-from fastkron_py.kron.epilogues import AXPBY, PLAIN, TO_FLOAT8, TO_INTEGERS, StoreEpilogue
 from fastkron_py.kron.families import slice_pair
 from fastkron_py.kron.families.slice_pair import matrices_of, shared_memory, slice_pair_config, tiling, turns_of
 from fastkron_py.kron.hopper import kernels
+from fastkron_py.kron.kernels.epilogues import AXPBY, PLAIN, TO_FLOAT8, TO_INTEGERS, StoreEpilogue
 from fastkron_py.kron.plan.plan import plan
 from fastkron_py.kron.plan.steps import PlanProblem, Step
 from fastkron_py.runtime.gpu import HOPPER

@@ -176,15 +176,15 @@ def test_x_is_copied_where_runs_begin_on_16_bytes(monkeypatch: pytest.MonkeyPatc
 def test_long_sums_of_half_types_are_cut(algorithm: str, shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastkron_py.kron import backward as backward_module
     from fastkron_py.kron import forward, matmul_step
-    from fastkron_py.tiling import long_products
+    from fastkron_py.tiling import torch_products
 
     monkeypatch.setattr(forward, "best_algorithm", lambda *_: algorithm)
     monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
-    monkeypatch.setattr(long_products, "LONG", 20)
-    monkeypatch.setattr(long_products, "LONG_ALONG", 20)
-    monkeypatch.setattr(long_products, "_LEAST", 8)
+    monkeypatch.setattr(torch_products, "LONG", 20)
+    monkeypatch.setattr(torch_products, "LONG_ALONG", 20)
+    monkeypatch.setattr(torch_products, "_LEAST", 8)
     cuts = []
-    monkeypatch.setattr(matmul_step, "write_parts", lambda *given, cut: cuts.append(cut) or long_products.write_parts(*given, cut))
+    monkeypatch.setattr(matmul_step, "write_parts", lambda *given, cut: cuts.append(cut) or torch_products.write_parts(*given, cut))
     groups, rows, ps, qs, columns = shape
     for dtype in (torch.float16, torch.bfloat16):
         cuts.clear()

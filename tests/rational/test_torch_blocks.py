@@ -15,7 +15,7 @@ from fastkron_py import rational
 from fastkron_py.rational import torch_backend
 from fastkron_py.rational.denominators import host
 from fastkron_py.rational.denominators.registry import find_denominator
-from fastkron_py.tiling import cpu_slices
+from fastkron_py.tiling import torch_products
 
 BLOCK = 100  # elements: fewer than a row of the larger cases has
 
@@ -24,7 +24,7 @@ BLOCK = 100  # elements: fewer than a row of the larger cases has
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks of few elements."""
     for constant in ("SLICE_ELEMENTS", "GPU_SLICE_ELEMENTS"):
-        monkeypatch.setattr(cpu_slices, constant, BLOCK * torch_backend.INTERMEDIATES)
+        monkeypatch.setattr(torch_products, constant, BLOCK * torch_backend.INTERMEDIATES)
     with fastkron_py.backend("torch"):
         yield
 

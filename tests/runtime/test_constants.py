@@ -16,7 +16,7 @@ from fastkron_py import hadamard
 from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.kan.bases.table import basis_table
 from fastkron_py.nn.rational_functions import TABLE, initial
-from fastkron_py.runtime import constants
+from fastkron_py.runtime import eager
 
 CPU = torch.device("cpu")
 X = torch.arange(48.0, dtype=torch.float64).view(3, 16).sin()
@@ -88,4 +88,4 @@ def test_an_error_in_making_is_raised() -> None:
         raise ValueError("none of this size")
 
     with pytest.raises(ValueError, match="none of this size"):
-        constants.constants(make, (), CPU)
+        eager.constants(make, (), CPU)

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastkron_py.runtime.builder import Builder, Spanning, _places, describe
-from fastkron_py.runtime.descriptors import FARTHEST, order_of
-from fastkron_py.runtime.program import Program, Scalar
+from fastkron_py.runtime.program import FARTHEST, Program, Scalar, order_of
 
 COUNT = 1000
 F64 = torch.float64
@@ -154,6 +153,34 @@ def test_buffers_live_from_their_first_use_to_their_last(is_compiled: bool, monk
     assert_chain(found, x, y, 0.5)
     assert seen == [1, 2, 2, 2]
     assert mode.sizes == [COUNT * 8] * 4
+
+
+def test_results_of_calls_alone_live_until_their_last_use() -> None:
+    made: list[weakref.ref[Tensor]] = []
+    seen: list[int] = []
+
+    def doubled(t: Tensor) -> Tensor:
+        seen.append(sum(ref() is not None for ref in made))
+        y = 2 * t
+        made.append(weakref.ref(y))
+        return y
+
+    build = Builder((drawn(),))
+    (t,) = build.inputs
+    for _ in range(4):
+        t = build.call(doubled, (t,), describe((COUNT,), F64))
+    program, x = build.program([t]), drawn()
+    made.clear()
+    seen.clear()
+    assert torch.equal(program((x,))[0], 16 * x)
+    assert seen == [0, 1, 1, 1]
+
+
+def test_small_buffers_are_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = chain(Add(True))
+    with Allocations() as mode:
+        program((drawn(), drawn()), (0.5,))
+    assert mode.sizes == [8192 + COUNT * 8, COUNT * 8, COUNT * 8]  # u and v, which are alive together, and two results
 
 
 def test_buffers_alive_together_are_apart() -> None:

@@ -11,14 +11,14 @@ import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron import matmul
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import cpu_products
-from fastkron_py.tiling.cpu_products import batch_parts
+from fastkron_py.tiling import torch_products
+from fastkron_py.tiling.torch_products import batch_parts
 
 
 @pytest.fixture
 def threads(monkeypatch):
     """Four threads, to which the smallest product is worth sharing."""
-    monkeypatch.setattr(cpu_products, "THREAD_WORK", 1)
+    monkeypatch.setattr(torch_products, "THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
 
@@ -55,7 +55,7 @@ def test_multiplies(left, small, threads, monkeypatch):
     """Three rows of a wide innermost factor: a batch of three products; all transforms of it."""
     if not small:
         monkeypatch.setattr("fastkron_py.kron.torch_backend.is_small", lambda problem: False)
-        monkeypatch.setattr("fastkron_py.kron.torch_small.is_small", lambda problem: False)
+        monkeypatch.setattr("fastkron_py.kron.torch_steps.is_small", lambda problem: False)
     cut = []
     monkeypatch.setattr(matmul, "batch_parts", lambda a, b: cut.append(len(batch_parts(a, b))) or batch_parts(a, b))
     torch.manual_seed(1)

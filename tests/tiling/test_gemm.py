@@ -17,10 +17,10 @@ from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import gemm_problem
+from fastkron_py.tiling import gemm_launch
 from fastkron_py.tiling.gemm import epilogue_plain
 from fastkron_py.tiling.gemm_config import GemmTile
-from fastkron_py.tiling.gemm_problem import Gemm
+from fastkron_py.tiling.gemm_launch import Gemm
 
 TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3, parts=2, group=2), GemmTile(64, 64, 16, 4, 1, parts=4, group=1)]
 
@@ -105,7 +105,7 @@ def test_pairs(tile: GemmTile, where: str, has_descriptors: bool, device: torch.
         b, b2 = placed(where, weight)
         build = Builder([x, b, bias, b2, out])
         *operands, meta_b2, target = build.inputs
-        problem = gemm_problem.problem_of(build, *operands, [target, None, None, None], call, "highest", meta_b2)
+        problem = gemm_launch.problem_of(build, *operands, [target, None, None, None], call, "highest", meta_b2)
         assert (problem.b.has_descriptor, problem.swapped) == (has_descriptors, has_descriptors and where == "apart, gate first")
         gemm(x, b, bias, call, out, tile=tile, b2=b2)
     assert_close(out, up * gate.relu())
@@ -134,4 +134,4 @@ def test_columns_that_end_between_two_runs_of_16_bytes(dtype: torch.dtype, devic
     y.fill_(torch.nan)
     assert bool(result.isnan().all())
     build = Builder([y])
-    assert not gemm_problem.takes_descriptor(build, build.inputs[0])
+    assert not gemm_launch.takes_descriptor(build, build.inputs[0])

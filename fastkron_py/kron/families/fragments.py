@@ -15,8 +15,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step, balanced, merged, narrow_half_share, run_of
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import SECTOR_BYTES, is_power_of_two, next_power_of_two
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, is_power_of_two, next_power_of_two
 
 if TYPE_CHECKING:
     from fastkron_py.kron.launches import LaunchProblem

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.kron.plan.steps import tile_constants
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.runtime.gpu import GPU, next_power_of_two
 
 if TYPE_CHECKING:
     from fastkron_py.kron.launches import LaunchProblem
@@ -125,7 +124,7 @@ def _spread(num_slices: int, programs: int) -> int:
 
 def launch_config(problem: LaunchProblem, common: dict[str, Any]) -> LaunchConfig:
     """The launch configuration of a multiply by a narrow factor."""
-    from fastkron_py.kron.kernels.narrow_multiply import _narrow_multiply_fwd_kernel
+    from fastkron_py.kron.kernels.narrow import _narrow_multiply_fwd_kernel
     from fastkron_py.runtime.launch import LaunchConfig
 
     batches, launch = problem.shape[0], problem.launch

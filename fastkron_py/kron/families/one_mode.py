@@ -23,7 +23,7 @@ from fastkron_py.kron.families.torch_products import (
 from fastkron_py.kron.families.wgmma import gradient_config, multiply_config
 from fastkron_py.kron.plan.mode import LAUNCH, Mode, ceil, filled
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, padded
-from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+from fastkron_py.runtime.gpu import SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
     from fastkron_py.kron.launches import LaunchProblem

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from fastkron_py.kron.families import fragments, slice_pair, small_factors, tile, torch_products, wgmma, whole_row
+from fastkron_py.kron.families import butterfly, fragments, slice_pair, tile, torch_products, wgmma, whole_row
 from fastkron_py.kron.plan.steps import Candidate, Launch, PlanProblem, Segment
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Tunable(Family, Protocol):
         """Return why a configuration is not valid for a launch that the family offers, or None."""
 
 
-FAMILIES: Final[tuple[Family, ...]] = (tile, slice_pair, whole_row, small_factors, fragments, wgmma, torch_products)
+FAMILIES: Final[tuple[Family, ...]] = (tile, slice_pair, whole_row, butterfly, fragments, wgmma, torch_products)
 """Of offers of equal cost, that of the earlier family is taken."""
 
 BY_NAME: Final = {family.name: family for family in FAMILIES}

@@ -323,7 +323,7 @@ def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, .
     """The one launch of the steps; it has no configurations to tune."""
     from fastkron_py.kron.kernels.row_pair import _row_pair_fwd_kernel, store_product, store_quantized
     from fastkron_py.runtime.launch import LaunchConfig
-    from fastkron_py.tiling.arithmetic import half_precision
+    from fastkron_py.tiling.products import half_precision
 
     batches, steps, epilogue = problem.shape[0], problem.launch.steps, problem.epilogue
     first, second, matrices = steps[0], steps[-1], matrices_of(steps)

@@ -26,8 +26,7 @@ from fastkron_py.kron.plan.steps import (
     padded,
     tile_constants,
 )
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import SECTOR_BYTES, is_power_of_two, next_power_of_two
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, is_power_of_two, next_power_of_two
 
 if TYPE_CHECKING:
     from fastkron_py.kron.launches import LaunchProblem
@@ -324,7 +323,7 @@ def _shared_memory(config: Config, problem: LaunchProblem) -> int:
 
 def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
     """A step or a chain by Triton's kernels; of one step, by the kernel for narrow factors, or preferably Hopper's for wide ones."""
-    from fastkron_py.tiling.arithmetic import arithmetic
+    from fastkron_py.tiling.products import arithmetic
 
     launch, parts, common, gpu = problem.launch, problem.parts, problem.common, problem.gpu
     is_chain = len(launch.steps) > 1

@@ -171,7 +171,7 @@ def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchCon
         mode: the multiply that is differentiated.
         addresses: `GradientProblem.addresses`.
     """
-    from fastkron_py.kron.kernels.sliced_multiply import epilogue_plain
+    from fastkron_py.kron.kernels.epilogues import epilogue_plain
 
     _, config = gradient_config(mode)
     size = mode.p * mode.q

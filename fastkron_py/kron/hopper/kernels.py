@@ -63,7 +63,7 @@ def has_chained_gradients(device: torch.device, dtype: torch.dtype) -> bool:
 
 def small_factors_kernel() -> Any:
     """The kernel for small factors, or None where this Triton cannot compile it."""
-    return devices.gluon_kernel("kron.kernels.small_factors", "_small_factors_fwd_kernel")
+    return devices.gluon_kernel("kron.kernels.butterfly", "_small_factors_fwd_kernel")
 
 
 def has_small_factors(device: torch.device, dtype: torch.dtype, precision: str) -> bool:

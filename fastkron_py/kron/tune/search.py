@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from fastkron_py.kron.canonical import Scale
 from fastkron_py.kron.families.registry import BY_NAME, TUNABLE
 from fastkron_py.kron.forward import choose_launches, is_mergeable, launches_of, multiply_problem, plan_problem, with_whole_rows
 from fastkron_py.kron.launches import MultiplyProblem
 from fastkron_py.kron.plan.plan import offers, plans
 from fastkron_py.kron.plan.steps import Launch, Segment
-from fastkron_py.kron.scale import Scale
 from fastkron_py.kron.tune.api import TuningProgress, TuningResult
 from fastkron_py.kron.tune.choice import WIDTHS, Choice, TunedLaunch, is_offered, obstacle, problem_of
 from fastkron_py.kron.tune.table import lookup

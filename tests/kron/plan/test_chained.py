@@ -27,7 +27,7 @@ from fastkron_py.kron.families.fragments import (
 )
 from fastkron_py.kron.plan.plan import plan
 from fastkron_py.kron.plan.steps import Launch, PlanProblem, Step
-from fastkron_py.runtime.sizes import SECTOR_BYTES
+from fastkron_py.runtime.gpu import SECTOR_BYTES
 
 LONGEST_LAYOUT = 15  # bits of a tile's index
 

@@ -10,7 +10,7 @@ import torch
 import fastkron_py
 from benchmarks.kron.programs import pretending
 from fastkron_py import KroneckerProduct, families, kron_matmul, kron_plan
-from fastkron_py.kron import program, quantize_program
+from fastkron_py.kron import operator, quantize
 from fastkron_py.kron.families.registry import BY_NAME
 from fastkron_py.runtime.gpu import NAMED
 from fastkron_py.testing import assert_close
@@ -42,9 +42,9 @@ def launched(x: torch.Tensor, factors: list[torch.Tensor], gpu: str, rounds: boo
     """The families of a program's launches on a GPU; none for torch's calls."""
     with pretending(NAMED[gpu]):
         if rounds:
-            made = quantize_program.program([x, *factors], (1 / 127, "int8", "highest", "triton"))
+            made = quantize.program([x, *factors], (1 / 127, "int8", "highest", "triton"))
         else:
-            made = program.forward([x, *factors, None], (1.0, 0.0, None, "triton", False))
+            made = operator.forward([x, *factors, None], (1.0, 0.0, None, "triton", False))
     names = [step.run.configs[0].kernel.__name__ for step in made._steps if hasattr(step.run, "configs")]
     return [KERNELS[name] for name in names if name in KERNELS]
 

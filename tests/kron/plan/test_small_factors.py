@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from fastkron_py.kron.families.small_factors import SIZES, small_factors, takes_small_factors
-from fastkron_py.kron.plan.phases import DOUBLE, LANES, SINGLE
+from fastkron_py.kron.families.butterfly import DOUBLE, LANES, SINGLE, SIZES, small_factors, takes_small_factors
 from fastkron_py.kron.plan.plan import plan
 from fastkron_py.kron.plan.steps import PlanProblem
 

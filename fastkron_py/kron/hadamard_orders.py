@@ -1,4 +1,6 @@
-"""Hadamard matrices by their constructions: entries 1 and -1, ``H H^T = m I``.
+"""Hadamard matrices by their constructions: entries 1 and -1, ``H H^T = m I``; and the factors of a transform of any length.
+
+Sylvester: powers of two.
 
 Paley, "On Orthogonal Matrices", J. Math. Phys. 12 (1933): m = q + 1 for a prime q = 3 mod 4, and m = 2 (q + 1) for a prime q = 1 mod 4.
 Goethals and Seidel, "A skew Hadamard matrix of order 36", J. Austral. Math. Soc. 11 (1970): m = 4 n from four circulant matrices of
@@ -10,9 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from fastkron_py.runtime.errors import value_error
+from fastkron_py.runtime.torch_internals import constant_in_graphs, mark_static
 
 Matrix = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -23,13 +30,16 @@ _PAIRS: Final = 1 << 23  # of sequences, that are compared at a time
 
 def hadamard_matrix(m: int) -> Matrix | None:
     """A Hadamard matrix of order m ``[m, m]``; None where no construction here gives one."""
-    return None if m % 4 or m > MOST else _constructed(m)
+    return None if (m % 4 and m > 2) or m > MOST else _constructed(m)
 
 
 @lru_cache(maxsize=32)
 def _constructed(m: int) -> Matrix | None:
-    if _is_prime(m - 1):
-        found: Matrix | None = _paley(m - 1)
+    found: Matrix | None
+    if not m & (m - 1):
+        found = _sylvester(m)
+    elif _is_prime(m - 1):
+        found = _paley(m - 1)
     elif m // 2 % 4 == 2 and _is_prime(m // 2 - 1):
         found = _paley_doubled(m // 2 - 1)
     else:
@@ -37,6 +47,14 @@ def _constructed(m: int) -> Matrix | None:
     if found is not None and not np.array_equal(found @ found.T, m * np.eye(m)):
         raise AssertionError(f"the rows of the matrix of order {m} are not orthogonal")
     return found
+
+
+def _sylvester(m: int) -> Matrix:
+    """Order m, a power of two."""
+    if m == 1:
+        return np.ones((1, 1), np.int64)
+    s = _sylvester(m // 2)
+    return np.block([[s, s], [s, -s]])
 
 
 def _is_prime(n: int) -> bool:
@@ -141,3 +159,97 @@ def _squares(total: int) -> Iterator[tuple[int, int, int, int]]:
                 d = math.isqrt(max(rest, 0))
                 if rest > 0 and d * d == rest and d <= c:
                     yield a, d, b, c
+
+
+# ---- the factors of a transform -------------------------------------------------------------------
+
+CHUNK: Final = 3  # a factor is 8 x 8 at most, but for that of order m: plans multiply neighbours out as the dtype wants
+# Two steps in half types take 128 on both sides at most, 32 behind at least, and a factor of 2 or 4 between them: factors of two go
+# beside that of order m accordingly.
+MOST_BITS: Final = 7
+MIDDLE_BITS: Final = (1, 2)
+LEAST_BITS: Final = 5
+
+
+@constant_in_graphs
+@lru_cache(maxsize=256)
+def split(n: int) -> tuple[int, int]:
+    """(m, k) of rows of length n = m * 2^k.
+
+    Raises:
+        ValueError: there is no such m.
+    """
+    if n < 1:
+        raise value_error("x.shape[-1]", "a positive length", n)
+    twos = (n & -n).bit_length() - 1
+    odd = n >> twos
+    used = next((j for j in range(2, twos + 1) if odd << j <= MOST and hadamard_matrix(odd << j) is not None), None) if odd > 1 else 0
+    if used is None:
+        raise value_error("x.shape[-1]", "m * 2^k with m = 1 or the order of a known Hadamard matrix (12, 20, 28, 36, ...)", n)
+    return odd << used, twos - used
+
+
+@constant_in_graphs
+@lru_cache(maxsize=256)
+def factor_sizes(n: int) -> tuple[int, ...]:
+    """The orders of the factors for rows of length n, from the first on.
+
+    Raises:
+        ValueError: there is no such m.
+    """
+    m, bits = split(n)
+    first = (m,) if m > 1 else ()
+    room = MOST_BITS - (m - 1).bit_length()
+    middle = bits - room - MOST_BITS
+    if room >= 0 and middle in MIDDLE_BITS:
+        return (*first, *_chunks(room), 1 << middle, *_chunks(MOST_BITS))
+    if m == 1:
+        return (*_chunks(bits - bits // 2), *_chunks(bits // 2)) or (1,)
+    room += bits - room > MOST_BITS  # a wide first step, so that two are enough
+    beside = max(0, min(room, bits - LEAST_BITS))
+    return (m, *_chunks(beside), *_chunks(bits - beside))
+
+
+def _chunks(bits: int) -> tuple[int, ...]:
+    """Factors of 2^bits, the smaller one first."""
+    rest = bits % CHUNK
+    return (*((1 << rest,) if rest else ()), *((1 << CHUNK,) * (bits // CHUNK)))
+
+
+def _exponent(order: int) -> int:
+    """By which power of two a factor is made smaller in float16, so that intermediates of several launches stay in its range."""
+    return math.ceil(math.log2(order) / 2)
+
+
+def shrunk(sizes: tuple[int, ...], dtype: torch.dtype) -> float:
+    """The scale that makes up for the smaller factors."""
+    return float(1 << sum(_exponent(order) for order in sizes)) if dtype == torch.float16 else 1.0
+
+
+def _entries(order: int) -> Tensor:
+    """The matrix of an order that `factor_sizes` gives, on the CPU."""
+    return torch.from_numpy(cast("Matrix", hadamard_matrix(order)))
+
+
+@constant_in_graphs
+def matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """The factors on the CPU, in float16 made smaller.
+
+    Their sizes are static: a guard of torch.compile(dynamic=True) on a symbol needs an argument that it is a size of.
+    """
+    shrink = [2.0 ** -_exponent(order) if dtype == torch.float16 else 1.0 for order in sizes]
+    made = [_entries(order).double().mul(s).to(dtype) for order, s in zip(sizes, shrink, strict=True)]
+    for t in made:
+        mark_static(t)
+    return made
+
+
+@constant_in_graphs
+def padded_matrix(m: int) -> list[Tensor | None]:
+    """The matrix of order m on the CPU, in bfloat16, with rows and columns of zeros up to a power of two; None where m is 1."""
+    if m == 1:
+        return [None]
+    matrix = torch.zeros((1 << (m - 1).bit_length(),) * 2, dtype=torch.bfloat16, device="cpu")
+    matrix[:m, :m] = _entries(m)
+    mark_static(matrix)
+    return [matrix]

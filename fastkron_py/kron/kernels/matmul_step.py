@@ -1,9 +1,13 @@
-"""Kernel that copies matrices between memory orders, in tiles that are read and written in whole sectors."""
+"""Kernels beside the matrix products of one mode: matrices copied between memory orders, and the epilogue of their main loop.
+
+Copies go in tiles that are read and written in whole sectors.
+"""
 
 import triton
 import triton.language as tl
 
-from fastkron_py.tiling.elements import load_elements, store_elements, words
+from fastkron_py.tiling.addresses import load_elements, scalar, store_elements, words
+from fastkron_py.tiling.gemm import load_tile, store_tile
 
 
 @triton.jit
@@ -66,3 +70,13 @@ def _copy_matrices_kernel(
     y = EPILOGUE(x.to(ACC), alpha, beta, z_start, _offsets(z_strides, n, i, j, INDEX), mask)
     y_start = y_ptr + _start(y_strides, batch, first_n, first_i, first_j)
     store_elements(y_start + _offsets(y_strides, n, i, j, INDEX), y, mask, PARTS, False)
+
+
+@triton.jit
+def epilogue_axpby(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+    """Store ``alpha * sums + beta * z`` to ``out [M, N]``; z is the side: of the main loop of linear layers (`tiling/gemm.py`)."""
+    row, column, rows, columns = place
+    ALPHA: tl.constexpr = len(tensors) - 2
+    z = load_tile(targets[3], row, column, rows, columns, strides[2], first.shape[0], first.shape[1]).to(tl.float32)
+    y = first * scalar(tensors[ALPHA], tl.float32) + z * scalar(tensors[ALPHA + 1], tl.float32)
+    store_tile(targets[0], y, row, column, rows, columns, strides[0])
