@@ -108,17 +108,6 @@ def test_nothing_between_the_first_steps_overflows(shape: tuple[int, ...], launc
     assert KERNEL in launched
 
 
-@pytest.mark.parametrize("shape", [(32,) * 3, (16,) * 4, (32, 8, 32)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_infinities_stay_in_their_rows(shape: tuple[int, ...], dtype: torch.dtype, launched: list[str]) -> None:
-    x, factors = problem(dtype, torch.device("cuda"), 1, 3, shape, shape, 1)
-    x[0, 1, 7] = float("inf")
-    y = multiply(x, factors)
-    assert not y[0, 1].isfinite().any()
-    assert_close(y[:, ::2], by_factors(x[:, ::2], factors), steps=12)
-    assert KERNEL in launched
-
-
 def test_an_addend_in_columns(launched: list[str]) -> None:
     """z's columns are further apart than 32 bits reach."""
     x, factors = problem(torch.bfloat16, torch.device("cuda"), 1, 2, (32,) * 3, (32,) * 3, 1)
@@ -127,16 +116,6 @@ def test_an_addend_in_columns(launched: list[str]) -> None:
     y = multiply(x, factors, z, 0.5, 2.0)
     assert_close(y, 0.5 * by_factors(x, factors) + 2.0 * z.double(), steps=12)
     assert KERNEL in launched
-
-
-def test_a_wrong_factor_would_show(launched: list[str]) -> None:
-    """The control: one element of one factor that is off by a thousandth of the factor's norm."""
-    x, factors = problem(torch.float16, torch.device("cuda"), 1, 2, (32,) * 3, (32,) * 3, 1)
-    off = [factors[0].clone(), *factors[1:]]
-    off[0][0, 3, 5] += 1.0
-    y = multiply(x, off)
-    with pytest.raises(AssertionError, match="is not close"):
-        assert_close(y, by_factors(x, factors), steps=12)
 
 
 def test_gradients(launched: list[str]) -> None:

@@ -22,23 +22,6 @@ def threads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
 
-def parts(count: int, dtype: torch.dtype = torch.float32) -> list[tuple[int, int]]:
-    a = torch.empty(count, 4, 4, dtype=dtype)
-    return [(part.start, part.stop) for part in batch_parts(a, a)]
-
-
-def test_the_last_round_is_cut(threads, monkeypatch):
-    assert parts(4) == [(0, 4)]
-    assert parts(6) == [(0, 4), (4, 5), (5, 6)]
-    assert parts(3) == [(0, 1), (1, 2), (2, 3)]
-    assert parts(1) == [(0, 1)]
-    assert parts(0) == []
-    assert parts(6, torch.bfloat16) == [(0, 6)]  # oneDNN shares out a batch
-    assert parts(4 * torch_products.ROUNDS + 1) == [(0, 4 * torch_products.ROUNDS + 1)]
-    monkeypatch.setattr(torch_products, "THREAD_WORK", 1 << 30)
-    assert parts(6) == [(0, 6)]  # small products stay together
-
-
 def test_products(threads):
     for count, dtype in itertools.product((0, 1, 2, 3, 4, 5, 7, 9), (torch.float32, torch.float64, torch.complex64, torch.bfloat16)):
         wide = torch.complex128 if dtype.is_complex else torch.float64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,16 +12,14 @@ import triton.language as tl
 from gemm_cases import gemm
 from torch import Tensor
 
-from fastkron_py.gated.activations.activation import Activation
-from fastkron_py.gated.activations.registry import find_activation, register_activation, unregister_activation
-from fastkron_py.gated.kernels.epilogues import epilogue_gate, epilogue_gate_and_pair
-from fastkron_py.gated.launches import Gated
+from fastkron_py.gated.activations.registry import find_activation
+from fastkron_py.gated.kernels.epilogues import epilogue_gate
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import gemm_launch
-from fastkron_py.tiling.gemm import epilogue_plain, prologue_plain
+from fastkron_py.tiling.gemm import epilogue_plain
 from fastkron_py.tiling.gemm_config import GemmTile
 from fastkron_py.tiling.gemm_launch import Gemm
 
@@ -126,37 +123,6 @@ def test_pairs_on_amd(where: str, device: torch.device, monkeypatch: pytest.Monk
     monkeypatch.setattr("fastkron_py.tiling.gemm.is_hip", on_amd)
     test_pairs(TILES[1], where, False, device)
     assert on_amd.called
-
-
-@pytest.mark.parametrize(
-    ("other", "beside"),
-    [
-        ({}, True),
-        ({"bias": True}, False),  # more registers, as with the following two
-        ({"saving": True}, False),
-        ({"activation": "my own"}, False),
-        ({"dtype": torch.float32}, False),
-        ({"hidden": 44}, False),  # stored by pointers
-        ({"overlap": False}, False),
-    ],
-    ids=str,
-)
-def test_which_launches_may_stand_beside_another(other: dict[str, Any], beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    dtype, hidden = other.get("dtype", torch.bfloat16), other.get("hidden", 48)
-    monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_overlap=other.get("overlap", True)))
-    register_activation(Activation("my own", torch.relu, torch.relu, prologue_plain, prologue_plain))
-    try:
-        epilogue = epilogue_gate_and_pair if other.get("saving") else epilogue_gate
-        x, weight = torch.empty(40, 64, dtype=dtype), torch.empty(2, hidden, 64, dtype=dtype)
-        call = Gated(other.get("activation", "silu"), "stacked", "highest").gemm(epilogue, dtype, x.device)
-    finally:
-        unregister_activation("my own")
-    bias = torch.empty(2, hidden, dtype=dtype) if other.get("bias") else None
-    build = Builder([x, weight, bias])
-    x, (b, b2), bias = build.inputs
-    problem = gemm_launch.problem_of(build, x, b, bias, [build.empty((40, hidden), dtype), None, None, None], call, "highest", b2)
-    assert problem.sizes().beside is beside
-    assert problem.overlaps() is other.get("overlap", True)
 
 
 def test_half_types_of_another_result(device: torch.device) -> None:
