@@ -67,14 +67,14 @@ def launches_by(chosen, x, factors, precision="highest"):
 
 def carry_out(launches, x, factors):
     """Run launches one after the other, as a program."""
-    from fastkron_py.kron.scale import PLAIN
+    from fastkron_py.kron.canonical import PLAIN
+    from fastkron_py.kron.families import family_of
     from fastkron_py.runtime.builder import Builder
 
     build = Builder((x, *factors))
     y, *matrices = build.inputs
     for launch in launches:
-        source, y = y, build.empty(launch.shape, x.dtype)
-        launch.add(build, source, matrices, None, y, PLAIN)
+        y = family_of(launch.launch).add(build, launch, y, matrices, None, build.empty(launch.result_shape, x.dtype), PLAIN)
     return build.program([y])((x, *factors))[0]
 
 

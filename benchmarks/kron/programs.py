@@ -58,20 +58,20 @@ def program_of(parameters: dict[str, Any]) -> dict[str, list[list[str]]]:
     Args:
         parameters: of a case of `drawn`.
     """
-    from fastkron_py.kron import program
+    from fastkron_py.kron import operator
 
     m, ps, qs, left = (parameters[name] for name in ("M", "P", "Q", "left"))
     dtype = getattr(torch, parameters["dtype"])
     x, dy = (torch.empty((size, m) if left else (m, size), dtype=dtype) for size in (math.prod(ps), math.prod(qs)))
     factors = [torch.empty((q, p) if left else (p, q), dtype=dtype) for p, q in zip(ps, qs, strict=True)]
     given = [x, *factors, None], (1.0, 0.0, "highest", "triton", left)
-    found = {"forward": program.forward(*given)}
+    found = {"forward": operator.forward(*given)}
     if parameters["kind"] == "backward":
-        saving = program.forward(*given, saves=True)
+        saving = operator.forward(*given, saves=True)
         if saving.saved:
             found["saving"] = saving
         options = (True, [True] * len(factors), 1.0, "highest", "triton", left)
-        found["backward"] = program.gradients([dy, x, *factors, None], options)
+        found["backward"] = operator.gradients([dy, x, *factors, None], options)
     return {name: [_described(step) for step in made._steps] for name, made in found.items()}
 
 

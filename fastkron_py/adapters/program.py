@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastkron_py.adapters.composed import add_product, plan_of
 from fastkron_py.adapters.factor import Factor, product
+from fastkron_py.kron.canonical import PLAIN, Scale
 from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_of
-from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.precision import has_precisions, torch_products

@@ -2,7 +2,7 @@
 
 For each group of factors, in the order of least time (`plan.gradients`): its input u, which is x with the later groups applied, and its
 incoming gradient g, which is dy with the earlier ones applied backwards, give the group's factor gradients and the next group's g. The
-next g takes u's place in memory where u was made here. A family of kernels (`families.registry`) computes a group's gradients.
+next g takes u's place in memory where u was made here. A family of kernels (`kron.families`) computes a group's gradients.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.canonical import Canonical
-from fastkron_py.kron.families.registry import GradientFamily, gradient_families
+from fastkron_py.kron.canonical import PLAIN, Canonical, Scale
+from fastkron_py.kron.checks import Shape
+from fastkron_py.kron.families import GradientFamily, gradient_families
 from fastkron_py.kron.forward import Part, add_multiply, mergeable, rows_of
-from fastkron_py.kron.kernels.partials import _split_gradient_kernel
-from fastkron_py.kron.launches import GradientLaunch, GroupProblem, parts_of, passes_of
+from fastkron_py.kron.gradient_problem import GradientLaunch, GradientProblem, Group, GroupProblem
+from fastkron_py.kron.kernels.factor_gradient import _split_gradient_kernel
 from fastkron_py.kron.matmul_step import add_gradient
 from fastkron_py.kron.plan.gradients import best_order, find_cut, gradient_plan
-from fastkron_py.kron.plan.steps import GradientProblem, Group
-from fastkron_py.kron.scale import PLAIN, Scale
-from fastkron_py.kron.shapes import Shape
+from fastkron_py.kron.problem import parts_of, passes_of
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import Scalar
-from fastkron_py.runtime.sizes import next_power_of_two
-from fastkron_py.tiling.partials import sum_launcher
+from fastkron_py.tiling.products import sum_launcher
 
 # Intermediates that may be alive at once, besides x, the result and their gradients: as many elements as this number of the larger of x
 # and the result.
@@ -68,7 +67,7 @@ class _Partials:
         self.transposed = [s[1] == 1 and s[2] != 1 for s in problem.factor_strides[start:stop]]  # gradients lie in memory as factors do
         self.dtype = problem.gradient_dtype
         self.wide = torch.promote_types(problem.dtype.to_real(), torch.float32)
-        self.parts = parts_of(problem.dtype)
+        self.parts = problem.parts
         size = self.p * self.q * self.parts
         self.count = made.sums
         self.shape: tuple[int, ...] = (self.count, self.groups, size) if made.splits_first else (self.groups, self.count, size)
@@ -279,7 +278,7 @@ class _Pass:
             self.precision,
             u.dtype,
             self.gradient_dtype,
-            self.build.device,
+            devices.gpu_of(self.build.device),
         )
 
 

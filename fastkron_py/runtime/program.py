@@ -2,7 +2,8 @@
 
 A slice builds a `Program` for a problem (`runtime/builder.py`). The first call on such a problem runs it, and so does every later one.
 Values are numbered: the inputs first, then buffers, places inside of values, tuples and descriptors, as steps are added. A run makes
-the buffers, and hands addresses to compiled kernels and tensors to torch.
+the buffers, and hands addresses to compiled kernels and tensors to torch. Tensor descriptors for the copy engine are made again from
+fields that Triton checked once.
 """
 
 from __future__ import annotations
@@ -17,8 +18,43 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.runtime.descriptors import Place, Template, order_of, remade
 from fastkron_py.runtime.eager import unseen_by_autograd
+
+Template = dict[str, Any]  # the fields of a descriptor besides the matrix
+FARTHEST: Final = 1 << 40  # bytes from one index of a dimension to the next, which are fewer
+_new: Final = object.__new__
+
+
+def order_of(distance: int) -> int:
+    """The sign of a number of bytes from one matrix to another, 0 if one descriptor cannot reach both."""
+    if abs(distance) >= FARTHEST:
+        return 0
+    return (distance > 0) - (distance < 0)
+
+
+class Place:
+    """Memory that is no tensor's first element."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        """As of a tensor: all that a launch asks of a descriptor's memory."""
+        return self._address
+
+
+def template_of(descriptor: Any) -> Template:
+    """The fields of a checked descriptor besides the matrix."""
+    return {name: value for name, value in vars(descriptor).items() if name != "base"}
+
+
+def remade(cls: Any, template: Template, base: Any) -> Any:
+    """A descriptor of this class, equal to one that is made of the same and checked; base begins at a 16-byte boundary."""
+    made = _new(cls)
+    made.__dict__ = {**template, "base": base}
+    return made
 
 
 def bits(value: float) -> int:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tuning_cases import DEVICE, HERE, UNMERGED, entry, problem
+from tuning_cases import DEVICE, HERE, entry, problem
 from typer.testing import CliRunner
 
 from fastkron_py.cli.app import app
-from fastkron_py.cli.shapes import Shape, factors_text, parse_shapes, problem_text
+from fastkron_py.cli.shapes import Shape, parse_shapes
 from fastkron_py.kron.tune import table
-from fastkron_py.kron.tune.table import TuningWarning, file_name
+from fastkron_py.kron.tune.table import TuningWarning
 
 
 @pytest.fixture
@@ -75,12 +75,6 @@ def test_refusals_say_why():
         assert why in str(caught.value), text
 
 
-def test_texts():
-    assert factors_text([(8, 8), (8, 8), (8, 16), (4, 4)]) == "8^2x8>16x4"
-    assert problem_text(problem([(5, 3)], rows=1, columns=7)) == "left 7:3>5"
-    assert problem_text(problem(rows=8, batched=True, contiguous=False)) == "8:3>5x4>2, factors in batches, strided rows"
-
-
 def test_tunes_shows_and_exports(runner, tables, quick, tmp_path):
     folder = tmp_path / "exported"
     arguments = ["tune", "--shapes", "4:4^2,3:5>7x3", "--budget", "5", "--list", "--export", str(folder), *DEVICE_OPTION]
@@ -114,44 +108,6 @@ def test_list_and_clear(runner, tables):
     assert not tables.exists()
 
 
-def test_a_damaged_table_is_listed_as_empty(runner, tables):
-    tables.parent.mkdir(parents=True)
-    tables.write_text("{")
-    with pytest.warns(TuningWarning, match="is ignored"):
-        result = runner.invoke(app, ["tune", "--list"])
-    assert result.exit_code == 0
-    assert "0 tuned" in result.output
-
-
-def test_a_budget_without_end_is_refused(runner, tables):
-    for budget in ("inf", "nan"):
-        result = runner.invoke(app, ["tune", "--shapes", "4:4", "--budget", budget, *DEVICE_OPTION])
-        assert result.exit_code == 2
-        assert "--budget" in result.output
-        assert not tables.exists()
-
-
-def test_an_export_that_cannot_be_written(runner, tables, tmp_path):
-    """Said before the work; and where a file cannot be written in the end, too."""
-    assert table.merge(tables, [entry()])
-    (tmp_path / "file").write_text("")
-    result = runner.invoke(app, ["tune", "--shapes", "4:4^2", "--export", str(tmp_path / "file" / "folder"), *DEVICE_OPTION])
-    assert result.exit_code == 1
-    assert str(tmp_path / "file") in result.output
-    assert "Tuned" not in result.output
-    (tmp_path / "folder" / (file_name(HERE))).mkdir(parents=True)
-    with pytest.warns(TuningWarning, match="left as it was"):
-        result = runner.invoke(app, ["tune", "--export", str(tmp_path / "folder")])
-    assert result.exit_code == 1
-    assert "could be written" in result.output
-
-
-def test_an_empty_table_is_not_exported(runner, tables, tmp_path):
-    result = runner.invoke(app, ["tune", "--export", str(tmp_path / "folder")])
-    assert result.exit_code == 0
-    assert "the table is empty" in result.output
-
-
 def test_names_with_escapes_are_not_printed(runner, tables):
     """A terminal would obey them."""
     assert table.merge(tables, [entry(problem(device="\x1b[31mred")), entry(problem(rows=64))])
@@ -182,27 +138,6 @@ def test_a_problem_that_does_not_fit_does_not_stop_the_others(runner, tables, qu
     assert result.exit_code == 1
     assert "not tuned: 1024:512^20" in result.output
     assert {p.factors for p in table.read(tables)} == {((4, 4), (4, 4))}
-
-
-def test_tables_that_are_off_are_mentioned(runner, tables, quick, monkeypatch):
-    monkeypatch.setenv("FASTKRON_TUNING", "off")
-    result = runner.invoke(app, ["tune", "--shapes", "4:4", "--budget", "5", *DEVICE_OPTION])
-    assert result.exit_code == 0
-    assert "FASTKRON_TUNING=off is set" in result.output
-
-
-def test_dropped_trials_are_counted(runner, tables, quick, monkeypatch):
-    from fastkron_py.kron.tune import search
-
-    def refuse(self, choice):
-        raise search.DroppedError("asks for too much")
-
-    monkeypatch.setattr(search.Search, "trial", refuse)
-    monkeypatch.setattr(search, "whole_plans", lambda _: [UNMERGED])
-    monkeypatch.setattr(search.Search, "refine", lambda *_: None)
-    result = runner.invoke(app, ["tune", "--shapes", "4:3>5x4>2", "--budget", "60", *DEVICE_OPTION])
-    assert result.exit_code == 0, result.output
-    assert "1 of 1 trials dropped: asks for too much" in result.output
 
 
 def test_an_interrupt_shows_what_was_tuned_before(runner, tables, quick, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from canonical_cases import CASES, DTYPES, backward, backward_program, dense, expected_gradients, problem, rounding_steps
 
 from fastkron_py.kron import gradients
-from fastkron_py.kron.plan.steps import Group
+from fastkron_py.kron.gradient_problem import Group
 from fastkron_py.testing import assert_close
 
 

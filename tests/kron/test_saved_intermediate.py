@@ -16,9 +16,9 @@ import torch
 import fastkron_py
 from fastkron_py import kron_matmul, kron_matmul_left, reference
 from fastkron_py.kron import gradients
+from fastkron_py.kron.gradient_problem import GradientProblem
 from fastkron_py.kron.plan import gradients as plan
 from fastkron_py.kron.plan.gradients import Cut, find_cut
-from fastkron_py.kron.plan.steps import GradientProblem
 from fastkron_py.runtime.builder import describe
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.gpu import HOPPER

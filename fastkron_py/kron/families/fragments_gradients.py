@@ -14,16 +14,17 @@ from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, Order, TileLayout, bits_of, digits_of, order_of, without
+from fastkron_py.kron.families import fragments
 from fastkron_py.kron.families.tile_gradients import fused_launch
-from fastkron_py.kron.plan.mode import LAUNCH
+from fastkron_py.kron.gradient_problem import GradientLaunch, GroupProblem
+from fastkron_py.kron.problem import LAUNCH
 from fastkron_py.runtime.errors import value_error
-from fastkron_py.runtime.sizes import SECTOR_BYTES
+from fastkron_py.runtime.gpu import SECTOR_BYTES
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import GradientLaunch, GroupProblem
     from fastkron_py.runtime.launch import LaunchConfig
 
-name: Final = "fragments"
+name: Final = fragments.name
 
 STEP_WIDTHS: Final = (16, 32, 64)
 GRADIENT_WIDTHS: Final = (16, 32, 64, 128)  # without dx
@@ -493,12 +494,10 @@ def pair_gradient_config(
 
 def _taken(problem: GroupProblem) -> tuple[GroupProblem, GradientConfig] | str:
     """The group as a kernel takes it, and its tile, or what is in the way."""
-    from fastkron_py.kron.hopper import kernels
-
     is_chain = problem.split > 0
     if not is_chain and problem.sizes == (NARROW, NARROW) and problem.shape[2] % NEIGHBOURS == 0:
         problem = problem.with_neighbours(NEIGHBOURS)
-    if not kernels.has_chained_gradients(problem.device, problem.dtype):
+    if not fragments.takes_gradients(problem.dtype, problem.gpu):
         return "takes a Hopper GPU, and float32"
     if not _copies_whole_vectors(problem):
         return "takes rows that begin at multiples of 16 bytes"
@@ -529,8 +528,6 @@ def gradient_seconds(problem: GroupProblem) -> float | str:
 
 def gradient_launch(problem: GroupProblem) -> GradientLaunch:
     """The gradients of a group; of a fused one, tile's kernel takes the place of this where shared memory is too small."""
-    from fastkron_py.kron.launches import GradientLaunch
-
     taken = _taken(problem)
     if isinstance(taken, str):
         raise value_error("problem", "a group that fragments takes", taken)
@@ -574,7 +571,6 @@ def _operand(operand: Operand) -> tuple[Any, ...]:
 
 def _step_launch(problem: GroupProblem, config: GradientConfig) -> LaunchConfig:
     """The launch for a group of one step."""
-    from fastkron_py.kron.hopper import kernels
     from fastkron_py.runtime.launch import LaunchConfig
 
     p, q = (size // config.neighbours for size in problem.sizes)
@@ -599,13 +595,12 @@ def _step_launch(problem: GroupProblem, config: GradientConfig) -> LaunchConfig:
         "WARPS": config.warps,
         "NEED_F": any(problem.need_factors),
     }
-    kernel, _ = kernels.gradient_kernels()
+    kernel, _ = fragments.gradient_kernels()
     return LaunchConfig(kernel, (problem.shape[0] * config.programs,), arguments)
 
 
 def _pair_launch(problem: GroupProblem, config: GradientConfig) -> LaunchConfig:
     """The launch for a chain of two steps."""
-    from fastkron_py.kron.hopper import kernels
     from fastkron_py.runtime.launch import LaunchConfig
 
     (p, q), split = problem.step_sizes, problem.split
@@ -628,5 +623,5 @@ def _pair_launch(problem: GroupProblem, config: GradientConfig) -> LaunchConfig:
         "NEED_A": any(problem.need_factors[:split]),
         "NEED_B": any(problem.need_factors[split:]),
     }
-    _, kernel = kernels.gradient_kernels()
+    _, kernel = fragments.gradient_kernels()
     return LaunchConfig(kernel, (problem.shape[0] * config.programs,), arguments)

@@ -9,18 +9,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from fastkron_py.kron.families.one_mode import looped_gradient_seconds
-from fastkron_py.kron.plan.steps import DOT_SIDE, Group, padded, run_of
-from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+from fastkron_py.kron.families import tile
+from fastkron_py.kron.gradient_problem import GradientLaunch, GradientProblem, Group, GroupProblem
+from fastkron_py.kron.plan.steps import DOT_SIDE, padded, run_of
+from fastkron_py.kron.problem import LAUNCH, Mode, filled
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import GradientLaunch, GroupProblem
-    from fastkron_py.kron.plan.mode import Mode
-    from fastkron_py.kron.plan.steps import GradientProblem
-    from fastkron_py.runtime.gpu import GPU
     from fastkron_py.runtime.launch import LaunchConfig
 
-name: Final = "tile"
+name: Final = tile.name
 
 # Widest step of a fused kernel, and of a chain, in real numbers: beyond it the sums, operands and factors do not fit into registers.
 STEP_WIDTH: Final = 64
@@ -34,6 +32,10 @@ LARGEST_TILE: Final = 4096
 SUM_NUMBERS: Final = 1024
 PROGRAMS_PER_SM: Final = {2: 4, 4: 2, 8: 2}  # by bytes of a number
 _FUSED: Final = 0.6  # of `fused_cost`, which a launch takes on an H200
+# Shares of a GPU's rate that one factor's gradient reaches, measured on an H200, by bytes of an element.
+_UNEVEN: Final = {2: 0.14, 4: 0.13, 8: 0.38}  # where blocks reach beyond the factor,
+_SCATTERED: Final = {2: 0.05, 4: 0.065, 8: 0.39}  # and where blocks of slices are not one run
+_START: Final = 3.9e-6  # seconds that its programs take at least
 
 
 @dataclass(frozen=True)
@@ -189,12 +191,20 @@ def _factor_block(size: int, large: bool) -> int:
     return 2 * STEP_WIDTH if large and math.ceil(size / STEP_WIDTH) % 2 == 0 else min(padded(size), STEP_WIDTH)
 
 
+def looped_seconds(mode: Mode) -> float:
+    """Seconds of a factor's gradient; the mode is the multiply that is differentiated."""
+    share = (_SCATTERED if mode.is_scattered else _UNEVEN if mode.p % 64 or mode.q % 64 else tile.LOOPED)[mode.itemsize]
+    blocks = [filled(size, min(64, padded(size))) for size in (mode.p, mode.q)]
+    looped = mode.operations / (math.prod(blocks) * mode.gpu.rate(mode.itemsize) / mode.passes * share)
+    return max(looped, mode.traffic(2.0)) + _START + 2 * LAUNCH
+
+
 # ---- launches ------------------------------------------------------------------------------------
 
 
 def gradient_seconds(problem: GroupProblem) -> float | str:
     """Any group."""
-    return problem.fused_seconds if problem.is_fused else looped_gradient_seconds(problem.mode)
+    return problem.fused_seconds if problem.is_fused else looped_seconds(problem.mode)
 
 
 def gradient_launch(problem: GroupProblem) -> GradientLaunch:
@@ -204,8 +214,6 @@ def gradient_launch(problem: GroupProblem) -> GradientLaunch:
 
 def fused_launch(problem: GroupProblem, sums: int | None = None) -> GradientLaunch:
     """A fused group in one launch, which leaves this number of partial sums: one a program."""
-    from fastkron_py.kron.launches import GradientLaunch
-
     configs = fused_configs(problem.alone, problem.split, problem.shape[0])
     sums = configs[0].programs if sums is None else sums
     arguments = _fused_arguments(problem) | {"programs": sums}
@@ -223,7 +231,7 @@ def _fused_config(problem: GroupProblem, config: FusedConfig, arguments: dict[st
 
 def _fused_arguments(problem: GroupProblem) -> dict[str, Any]:
     """The arguments of the fused kernel that do not depend on its configuration."""
-    from fastkron_py.tiling.arithmetic import arithmetic
+    from fastkron_py.tiling.products import arithmetic
 
     p_sizes, q_sizes = problem.step_sizes
     pads = list(zip(*[_pads(problem.alone, *step) for step in problem.steps], strict=True))
@@ -249,12 +257,11 @@ def _fused_arguments(problem: GroupProblem) -> dict[str, Any]:
 def _factor_launch(problem: GroupProblem) -> GradientLaunch:
     """The gradient of one factor, over splits of the slices."""
     from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
-    from fastkron_py.kron.launches import GradientLaunch
     from fastkron_py.runtime.launch import LaunchConfig
-    from fastkron_py.tiling.arithmetic import arithmetic
+    from fastkron_py.tiling.products import arithmetic
 
     (groups, _, before, after), (p, q), parts = problem.shape, problem.sizes, problem.parts
-    config = factor_config(parts * p, parts * q, problem.dtype.to_real().itemsize, problem.num_slices, groups, problem.gpu)
+    config = factor_config(parts * p, parts * q, problem.itemsize, problem.num_slices, groups, problem.gpu)
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, True)
     arguments = problem.addresses | {
         "P": p,

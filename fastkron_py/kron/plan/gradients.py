@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from fastkron_py.kron.families.one_mode import RESIDENT, gradient_times, multiply_seconds
-from fastkron_py.kron.families.tile_gradients import LARGEST_TILE, fused_cost, fused_seconds, is_fused
-from fastkron_py.kron.plan.mode import Mode
-from fastkron_py.kron.plan.steps import LAUNCH_BYTES, GradientProblem, Group
+from fastkron_py.kron.families import torch_products, wgmma
+from fastkron_py.kron.families.tile import RESIDENT
+from fastkron_py.kron.families.tile_gradients import LARGEST_TILE, fused_cost, fused_seconds, is_fused, looped_seconds
+from fastkron_py.kron.gradient_problem import GradientProblem, Group
+from fastkron_py.kron.planner import multiply_seconds
+from fastkron_py.kron.problem import LAUNCH_BYTES, Mode
 
 WORTH_ORDERING: Final = 0.95  # of the time of the order in memory, whose neighbours are multiplied in fewer launches
 LEAST_BYTES: Final = 1 << 16  # of x whose multiply is cut: below, a pass is a launch either way
@@ -85,6 +87,19 @@ def seconds(groups: Sequence[Group], problem: GradientProblem) -> float:
 
 def _has_wgmma(problem: GradientProblem) -> bool:
     return problem.gpu.has_wgmma and problem.element < 8
+
+
+def gradient_times(mode: Mode, has_wgmma: bool) -> dict[str, float]:
+    """Seconds of each algorithm for a factor's gradient: "looped", "wgmma", "matmul" (of runs, then their sum) and "copying".
+
+    Args:
+        mode: the multiply that is differentiated.
+        has_wgmma: whether the kernel for Hopper may be used.
+    """
+    times = {"looped": looped_seconds(mode)}
+    if has_wgmma:
+        times["wgmma"], _ = wgmma.gradient_config(mode)
+    return times | torch_products.gradient_product_times(mode)
 
 
 def _alone_seconds(mode: Mode, is_applied: bool, has_wgmma: bool) -> float:

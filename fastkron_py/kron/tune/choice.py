@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from fastkron_py.kron.families.registry import BY_NAME, TUNABLE
-from fastkron_py.kron.plan.plan import MERGE_WIDTH, offers
-from fastkron_py.kron.plan.steps import Launch, PlanProblem, Segment, Step
+from fastkron_py.kron.families import BY_NAME, TUNABLE, offers
+from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.planner import MERGE_WIDTH, segment_of
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import MultiplyProblem
+    from fastkron_py.kron import problem as problems
 
 ITEMSIZE: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FACTORS_MOST: Final = 64
@@ -62,7 +62,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else INTERPRETER
 
 
-def problem_of(multiply: MultiplyProblem) -> Problem | None:
+def problem_of(multiply: problems.Problem, device: torch.device) -> Problem | None:
     """The problem that a multiply poses, or None for one that is not tuned: a part of the factors only."""
     import triton  # by multiplies only: the command line reads tables without it
 
@@ -72,7 +72,7 @@ def problem_of(multiply: MultiplyProblem) -> Problem | None:
         return None
     groups, rows, width, columns = multiply.shape
     return Problem(
-        device=_device_name(multiply.device),
+        device=_device_name(device),
         triton=".".join(triton.__version__.split(".")[:2]),
         dtype=dtype,
         precision="high" if multiply.dtype == torch.float32 and multiply.precision != "highest" else "highest",
@@ -105,13 +105,13 @@ class TunedLaunch:
 
     @classmethod
     def of(cls, launch: Launch) -> TunedLaunch:
-        """A planned launch, as the closed form launches it."""
+        """A launch of the plan, as the closed form launches it."""
         return cls(tuple((s.start, s.stop) for s in launch.steps), launch.family)
 
     def as_launch(self, factors: Sequence[tuple[int, int]]) -> Launch:
         """The launch as it is planned, for factors of these shapes."""
         ps, qs = [p for p, _ in factors], [q for _, q in factors]
-        return Launch(tuple([Step.of(ps, qs, start, stop) for start, stop in self.steps]), self.family)
+        return Launch(tuple([Step.of(ps, qs, start, stop) for start, stop in self.steps]), self.family, self.config)
 
     def __str__(self) -> str:
         """A line for people: the factors of each step, the family, its blocks, warps, stages and programs a multiprocessor."""
@@ -161,13 +161,11 @@ def _launch_obstacle(tuned: TunedLaunch, problem: Problem) -> str | None:
     return family.obstacle(tuned.as_launch(problem.factors), tuned.config, ITEMSIZE[problem.dtype])
 
 
-def is_offered(choice: Choice, factors: Sequence[tuple[int, int]], problem: PlanProblem) -> bool:
+def is_offered(choice: Choice, factors: Sequence[tuple[int, int]], problem: problems.Problem) -> bool:
     """Whether the families of a choice that has no `obstacle` offer all of its launches for this problem, in this or another order."""
-    ps, qs = tuple(p for p, _ in factors), tuple(q for _, q in factors)
-    for launch in [tuned.as_launch(factors) for tuned in choice.launches]:
-        asked = problem._replace(families=(launch.family,))
-        segments = [Segment(ps, qs, launch.start, launch.stop, asked, WIDTHS, in_place) for in_place in (False, True)]
-        found = [offers(segment)[launch.family] for segment in segments]
-        if not any(launch == other for offer in found if not isinstance(offer, str) for _, other in offer):
+    for launch in [replace(tuned, config=None).as_launch(factors) for tuned in choice.launches]:
+        asked = replace(problem, families=(launch.family,))
+        found = [offers(segment_of(asked, launch.start, launch.stop, WIDTHS, placed)).get(launch.family, "") for placed in (False, True)]
+        if not any(launch == other.shifted(launch.start) for offer in found if not isinstance(offer, str) for _, other in offer):
             return False
     return True

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from fastkron_py.kron.families.registry import BY_NAME, TUNABLE
-from fastkron_py.kron.forward import choose_launches, is_mergeable, launches_of, multiply_problem, plan_problem, with_whole_rows
-from fastkron_py.kron.launches import MultiplyProblem
-from fastkron_py.kron.plan.plan import offers, plans
-from fastkron_py.kron.plan.steps import Launch, Segment
-from fastkron_py.kron.scale import Scale
+from fastkron_py.kron import problem as problems
+from fastkron_py.kron.canonical import Scale
+from fastkron_py.kron.families import BY_NAME, TUNABLE, family_of, offers
+from fastkron_py.kron.forward import is_mergeable, launches_of, multiply_problem, with_whole_rows
+from fastkron_py.kron.plan.steps import Launch
+from fastkron_py.kron.planner import choose, plans, segment_of
 from fastkron_py.kron.tune.api import TuningProgress, TuningResult
 from fastkron_py.kron.tune.choice import WIDTHS, Choice, TunedLaunch, is_offered, obstacle, problem_of
 from fastkron_py.kron.tune.table import lookup
@@ -83,32 +83,30 @@ def _poisoned() -> Iterator[None]:
 # ---- what is tried ---------------------------------------------------------------------------
 
 
-def closed_form(multiply: MultiplyProblem) -> Choice:
+def closed_form(multiply: problems.Problem) -> Choice:
     """The launches that a call takes without tuning."""
-    return Choice(tuple([TunedLaunch.of(chosen.problem.launch) for chosen in choose_launches(multiply, None)]))
+    return Choice(tuple(map(TunedLaunch.of, choose(multiply).launches)))
 
 
-def whole_plans(multiply: MultiplyProblem) -> list[Choice]:
+def whole_plans(multiply: problems.Problem) -> list[Choice]:
     """The closed form's plan in both orders, the best few of all families together, and the best of each family by itself."""
-    factors, planned = _shapes(multiply), plan_problem(multiply)
-    ps, qs = tuple(p for p, _ in factors), tuple(q for _, q in factors)
     closed = closed_form(multiply)
     found = [closed, Choice(closed.launches[::-1])]
     for names, keep in (((), PLANS), *[((name,), 1) for name in BY_NAME]):
         with contextlib.suppress(ValueError):  # a family that does not take some of the factors
-            made = plans(ps, qs, planned._replace(families=names), keep, WIDTHS)
+            made = plans(replace(multiply, families=names), keep, WIDTHS)
             found += [Choice(tuple(map(TunedLaunch.of, launches))) for _, launches in made]
     return list(dict.fromkeys(found))
 
 
-def alternatives(multiply: MultiplyProblem, choice: Choice, number: int) -> list[Choice]:
+def alternatives(multiply: problems.Problem, choice: Choice, number: int) -> list[Choice]:
     """Choices with another launch in place of one: of each family that offers one, as it is and with the family's configurations.
 
     Equal launches of equal factors change together.
     """
-    factors = _shapes(multiply)
+    factors = multiply.shapes
     chosen, wanted = choice.launches[number], _signature(choice.launches[number], factors)
-    problem = choose_launches(multiply, choice)[number].problem
+    problem = launches_of(multiply, choice)[number]
     found = list[TunedLaunch]()
     for each in dict.fromkeys([replace(chosen, config=None), *_offered(multiply, problem.launch)]):
         tunable = TUNABLE.get(each.family)
@@ -119,21 +117,15 @@ def alternatives(multiply: MultiplyProblem, choice: Choice, number: int) -> list
     ]
 
 
-def _offered(multiply: MultiplyProblem, launch: Launch) -> list[TunedLaunch]:
+def _offered(multiply: problems.Problem, launch: Launch) -> list[TunedLaunch]:
     """The launch of least modelled time that each family offers for the factors of a launch."""
-    factors, planned = _shapes(multiply), plan_problem(multiply)
-    ps, qs = tuple(p for p, _ in factors), tuple(q for _, q in factors)
     found = []
     for name in BY_NAME:
-        segment = Segment(ps, qs, launch.start, launch.stop, planned._replace(families=(name,)), WIDTHS, bool(planned.half))
-        offer = offers(segment)[name]
+        segment = segment_of(replace(multiply, families=(name,)), launch.start, launch.stop, WIDTHS, bool(multiply.half))
+        offer = offers(segment).get(name, "")
         if not isinstance(offer, str):
-            found.append(TunedLaunch.of(min(offer, key=lambda candidate: candidate[0])[1]))
+            found.append(TunedLaunch.of(min(offer, key=lambda candidate: candidate[0])[1].shifted(launch.start)))
     return found
-
-
-def _shapes(multiply: MultiplyProblem) -> tuple[tuple[int, int], ...]:
-    return tuple([(s[-2], s[-1]) for s in multiply.factor_shapes])
 
 
 def _moved(launch: TunedLaunch, start: int) -> TunedLaunch:
@@ -172,7 +164,7 @@ class Search:
         multiply = multiply_problem(x, factors, x.device, resolved(precision))
         build = Builder(self.tensors)
         self.multiply = with_whole_rows(multiply, lambda: build.is_aligned(build.inputs[0]))
-        problem = problem_of(self.multiply)
+        problem = problem_of(self.multiply, x.device)
         if problem is None:
             raise ValueError(f"a multiply of {len(factors)} factors of {x.dtype} is not tuned")
         self.problem = problem
@@ -196,8 +188,7 @@ class Search:
         y, *factors = build.inputs
         launches = launches_of(self.multiply, choice)
         for launch in launches:
-            x, y = y, build.empty(launch.shape, self.multiply.dtype)
-            launch.add(build, x, factors, None, y, Scale())
+            y = family_of(launch.launch).add(build, launch, y, factors, None, build.empty(launch.result_shape, y.dtype), Scale())
         program = build.program([y])
         if choice is not None:
             with _poisoned():
@@ -261,7 +252,7 @@ class Search:
             self._tell()
 
     def _is_valid(self, choice: Choice) -> bool:
-        return obstacle(choice, self.problem) is None and is_offered(choice, self.problem.factors, plan_problem(self.multiply))
+        return obstacle(choice, self.problem) is None and is_offered(choice, self.problem.factors, self.multiply)
 
     def trial(self, choice: Choice) -> float:
         """The time of a choice, by that of the closed form at the same time.
@@ -305,8 +296,8 @@ class Search:
         self.report(TuningProgress(self.problem, len(self.tried), len(self.dropped), spent, self.budget, self.default_seconds, best))
 
     def _wait(self) -> None:
-        if self.multiply.device.type == "cuda":
-            torch.cuda.synchronize(self.multiply.device)
+        if self.tensors[0].is_cuda:
+            torch.cuda.synchronize(self.tensors[0].device)
 
 
 def search(

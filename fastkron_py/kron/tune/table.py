@@ -18,12 +18,13 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, get_args, get_origin, get_type_hints
 
-from fastkron_py.kron.families.registry import TUNABLE
+from fastkron_py.kron.families import TUNABLE
 from fastkron_py.kron.tune.choice import FACTORS_MOST, ITEMSIZE, Choice, Problem, is_offered, obstacle, problem_of
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import MultiplyProblem
-    from fastkron_py.kron.plan.steps import PlanProblem
+    import torch
+
+    from fastkron_py.kron import problem as problems
 
 FORMAT: Final = "fastkron_py tuning table"
 # Raised when a kernel or the meaning of a configuration changes so that older timings say nothing any more. Not the library's
@@ -69,17 +70,15 @@ def is_off() -> bool:
     return os.environ.get("FASTKRON_TUNING", "").lower() in ("off", "0")
 
 
-def tuned(multiply: MultiplyProblem, planned: Callable[[], PlanProblem]) -> Choice | None:
-    """The tuned choice for a multiply, or None for the closed form.
+def tuned(multiply: problems.Problem, device: torch.device) -> Choice | None:
+    """The tuned choice for a multiply on a device, or None for the closed form.
 
-    Args:
-        multiply: that is looked up.
-        planned: gives the problem of its plan; where families do not offer the choice's launches, on a device of the same name with
-            another chip or for operands of another alignment, the closed form's are taken.
+    If families do not offer the choice's launches, on a device of the same name with another chip or for operands of another alignment,
+    the closed form's are taken.
     """
-    problem = problem_of(multiply)
+    problem = problem_of(multiply, device)
     choice = None if problem is None else lookup(problem)
-    if problem is None or choice is None or not is_offered(choice, problem.factors, planned()):
+    if problem is None or choice is None or not is_offered(choice, problem.factors, multiply):
         return None
     return choice
 

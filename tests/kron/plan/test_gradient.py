@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from fastkron_py.kron.families import tile_gradients
 from fastkron_py.kron.families.tile_gradients import is_fused
+from fastkron_py.kron.gradient_problem import GradientProblem, Group
 from fastkron_py.kron.plan.gradients import gradient_plan
-from fastkron_py.kron.plan.steps import DOT_SIDE, GradientProblem, Group
+from fastkron_py.kron.plan.steps import DOT_SIDE
 from fastkron_py.runtime.gpu import ADA, HOPPER
 
 SHAPES = [

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from fastkron_py.kron.gradient_problem import GradientProblem, Group
 from fastkron_py.kron.plan.gradients import best_order, gradient_plan, seconds
-from fastkron_py.kron.plan.steps import GradientProblem, Group
 from fastkron_py.runtime.gpu import HOPPER
 
 Shapes = tuple[tuple[int, int], ...]

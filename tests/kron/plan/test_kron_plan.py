@@ -10,16 +10,16 @@ import torch
 import fastkron_py
 from benchmarks.kron.programs import pretending
 from fastkron_py import KroneckerProduct, families, kron_matmul, kron_plan
-from fastkron_py.kron import gradients, program, quantize_program
+from fastkron_py.kron import gradients, operator, quantize
 from fastkron_py.kron.canonical import canonical
-from fastkron_py.kron.families.registry import BY_NAME
+from fastkron_py.kron.families import BY_NAME
 from fastkron_py.runtime.gpu import NAMED
 from fastkron_py.testing import assert_close
 
 KERNELS = {
     "_sliced_multiply_fwd_kernel": "tile",
     "_fused_multiply_fwd_kernel": "tile",
-    "_narrow_multiply_fwd_kernel": "tile",
+    "_narrow_multiply_fwd_kernel": "narrow",
     "_chained_multiply_fwd_kernel": "fragments",
     "_row_pair_fwd_kernel": "slice_pair",
     "_whole_row_fwd_kernel": "whole_row",
@@ -35,7 +35,7 @@ PROBLEMS = {  # rows, factors, dtype, GPU, families
     "by torch": (4096, [(3000, 24)], torch.bfloat16, "A100", ["torch_products"]),
     "plain": (1024, [(64, 64)] * 2, torch.float32, "A100", ["tile", "tile"]),
     "mixed": (64, [(500, 400), (30, 20)], torch.float64, "A100", ["tile", "torch_products"]),
-    "narrow": (100000, [(3, 2)], torch.float32, "RTX 4090", ["tile"]),
+    "narrow": (100000, [(3, 2)], torch.float32, "RTX 4090", ["narrow"]),
 }
 
 
@@ -43,9 +43,9 @@ def launched(x: torch.Tensor, factors: list[torch.Tensor], gpu: str, rounds: boo
     """The families of a program's launches on a GPU; none for torch's calls."""
     with pretending(NAMED[gpu]):
         if rounds:
-            made = quantize_program.program([x, *factors], (1 / 127, "int8", "highest", "triton"))
+            made = quantize.program([x, *factors], (1 / 127, "int8", "highest", "triton"))
         else:
-            made = program.forward([x, *factors, None], (1.0, 0.0, None, "triton", False))
+            made = operator.forward([x, *factors, None], (1.0, 0.0, None, "triton", False))
     names = [step.run.configs[0].kernel.__name__ for step in made._steps if hasattr(step.run, "configs")]
     return [KERNELS[name] for name in names if name in KERNELS]
 
@@ -78,7 +78,7 @@ def test_the_plan_of_gradients_is_what_a_program_launches(problem: str) -> None:
     with pretending(NAMED[gpu]):
         cut = gradients.cut_of(canonical(x, factors, False), x.device)
         between = None if cut is None else torch.empty(cut.between, dtype=dtype)
-        made = program.gradients([dy, x, *factors, between], (True, [True] * len(factors), 1.0, None, "triton", False))
+        made = operator.gradients([dy, x, *factors, between], (True, [True] * len(factors), 1.0, None, "triton", False))
     launches = [step.run.configs[0] for step in made._steps if hasattr(step.run, "configs")]
     names = [c.kernel.__name__ for c in launches if not c.arguments.get("IS_SLICES", (False,))[0]]  # else the same kernel multiplies
     assert [BACKWARD_KERNELS[n] for n in names if n in BACKWARD_KERNELS] == [name for name in wanted if name != "torch_products"]
@@ -157,7 +157,7 @@ def test_refusals_say_why() -> None:
         pytest.raises(ValueError, match=r"slice_pair takes half precision .*; fragments takes a"),
     ):
         kron_plan(x, factors, device="A100")
-    with pytest.raises(ValueError, match=r"names: expected some of tile, .*; got 'tiles'"), families("tiles"):
+    with pytest.raises(ValueError, match=r"names: expected some of narrow, tile, .*; got 'tiles'"), families("tiles"):
         pass
     with pytest.raises(ValueError, match="device: expected a GPU, or one of A100"):
         kron_plan(x, factors, device="V100")

@@ -6,16 +6,19 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuning_cases import CHAIN, SINGLE, UNMERGED, carry_out, choice, expected, launches_by, operands, problem, single
 
+from fastkron_py.kron.families import offers
 from fastkron_py.kron.families.fragments import ChainedConfig
 from fastkron_py.kron.families.tile import ChainConfig, SingleConfig
-from fastkron_py.kron.forward import multiply_problem, plan_problem
-from fastkron_py.kron.plan.plan import offers
-from fastkron_py.kron.plan.steps import PlanProblem, Segment
+from fastkron_py.kron.forward import multiply_problem
+from fastkron_py.kron.planner import segment_of
+from fastkron_py.kron.problem import contiguous_problem
 from fastkron_py.kron.tune.choice import WIDTHS, Choice, TunedLaunch, is_offered, obstacle
+from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.testing import assert_close
 
 
@@ -62,7 +65,7 @@ def test_invalid_choices_are_named(broken, why):
 
 def offered(chosen, p):
     x, factors = operands(p)
-    return is_offered(chosen, p.factors, plan_problem(multiply_problem(x, factors, x.device, "highest")))
+    return is_offered(chosen, p.factors, multiply_problem(x, factors, x.device, "highest"))
 
 
 def test_families_offer_some_launches_only():
@@ -91,15 +94,14 @@ def anything(draw):
     sizes = st.sampled_from([1, 2, 3, 5, 9, 16, 17])
     factors = draw(st.lists(st.tuples(sizes, sizes), min_size=2, max_size=4).filter(lambda f: math.prod(p * q for p, q in f) < 1 << 20))
     p = problem(factors, rows=draw(st.sampled_from([1, 8])), columns=draw(st.sampled_from([1, 3])))
-    ps, qs = tuple(p for p, _ in factors), tuple(q for _, q in factors)
     launches, stop = [], len(factors)
     while stop:
         start = draw(st.integers(max(0, stop - 3), stop - 1))
         family = draw(st.sampled_from(["tile", "tile", "torch_products"]))
-        planned = PlanProblem(4, p.rows, p.columns, families=(family,))
-        offer = offers(Segment(ps, qs, start, stop, planned, WIDTHS, False))[family]
+        planned = contiguous_problem(factors, p.rows, p.columns, torch.float32, INTERPRETER)
+        offer = offers(segment_of(replace(planned, families=(family,)), start, stop, WIDTHS, False))[family]
         if not isinstance(offer, str):
-            launch = TunedLaunch.of(draw(st.sampled_from([launch for _, launch in offer])))
+            launch = TunedLaunch.of(draw(st.sampled_from([launch for _, launch in offer])).shifted(start))
             launches.append(replace(launch, config=draw(configs(len(launch.steps))) if family == "tile" else None))
             stop = start
     return p, Choice(tuple(draw(st.permutations(launches))))

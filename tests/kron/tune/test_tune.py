@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,10 @@ from tuning_cases import DEVICE, UNMERGED, choice, entry, kernels, noted_launche
 import fastkron_py
 from benchmarks.kron.programs import pretending
 from fastkron_py import reference
+from fastkron_py.kron.families import BY_NAME, TUNABLE, family_of
 from fastkron_py.kron.families.fragments import ChainedConfig
-from fastkron_py.kron.families.registry import BY_NAME, TUNABLE
 from fastkron_py.kron.families.tile import ChainConfig, SingleConfig
-from fastkron_py.kron.forward import choose_launches, launches_of, multiply_problem, plan_problem, with_whole_rows
-from fastkron_py.kron.launches import launch_configs
+from fastkron_py.kron.forward import launches_of, multiply_problem, with_whole_rows
 from fastkron_py.kron.tune import search, table
 from fastkron_py.kron.tune.choice import TunedLaunch, is_offered, obstacle, problem_of, rows_bucket
 from fastkron_py.kron.tune.table import TuningWarning
@@ -107,14 +107,14 @@ def test_a_faster_choice_is_saved_and_taken_at_once(tables, monkeypatch):
 
 
 def test_every_family_with_an_offer_is_tried(tables, monkeypatch):
-    """On a CPU these are two; that of torch's products is made the fastest, and multiplies from then on."""
+    """On a CPU these are three; that of torch's products is made the fastest, and multiplies from then on."""
     monkeypatch.setattr(search, "ROUNDS", (2, 2))
     seen = []
     with monkeypatch.context() as patch:
         families = {"torch_products"}
         timed_as(patch, lambda chosen: seen.append(chosen) or (0.1 if {one.family for one in chosen.launches} == families else 1.0))
         result = tune()
-    assert {one.family for chosen in seen for one in chosen.launches} == {"tile", "torch_products"}
+    assert {one.family for chosen in seen for one in chosen.launches} == {"narrow", "tile", "torch_products"}
     assert {one.family for one in result.choice.launches} == {"torch_products"}
     y, expected = product()
     assert_close(y, expected)
@@ -153,7 +153,7 @@ def test_the_table_of_a_gpu_that_is_not_here(tables, monkeypatch, factors, rows,
         assert all(map(wanted, result.choice.launches)), result.choice
         assert result.gain == pytest.approx(2)
         assert table.read(tables) == {result.problem: result.entry}
-        launches = choose_launches(multiply, table.tuned(multiply, lambda: plan_problem(multiply)))
+        launches = [made.launch for made in launches_of(multiply, table.tuned(multiply, x.device))]
     assert [launch.family for launch in launches] == [launch.family for launch in result.choice.launches]
     assert [launch.config for launch in launches] == [launch.config for launch in result.choice.launches]
 
@@ -181,15 +181,18 @@ def test_candidates_on_gpus(name, factors, rows, dtype, columns):
     """All are valid and have launches, of each family that offers some; the closed form's plan is the first."""
     multiply = on_absent(name, factors, rows, dtype, columns)
     plans = search.whole_plans(multiply)
-    assert [one.as_launch(factors) for one in plans[0].launches] == [one.problem.launch for one in choose_launches(multiply, None)]
+    assert [one.as_launch(factors) for one in plans[0].launches] == [
+        replace(one.launch, config=None) for one in launches_of(multiply, None)
+    ]
     others = [chosen for number in range(len(plans[0].launches)) for chosen in search.alternatives(multiply, plans[0], number)]
     assert any(launch.config for chosen in others for launch in chosen.launches)
     assert len(dict.fromkeys(others)) <= len(BY_NAME) + 8 * len(TUNABLE) * len(plans[0].launches)
-    problem = problem_of(multiply._replace(device=torch.device("cpu")))
+    problem = problem_of(multiply, torch.device("cpu"))
     for chosen in (*plans, *others):
         assert obstacle(chosen, problem) is None
-        assert is_offered(chosen, factors, plan_problem(multiply))
-        assert all(launch_configs(one.problem, one.config) for one in choose_launches(multiply, chosen) if one.algorithm == "kernels")
+        assert is_offered(chosen, factors, multiply)
+        made = [one for one in launches_of(multiply, chosen) if one.launch.family != "torch_products"]
+        assert all(family_of(one.launch).launch_configs(one) for one in made)
     families = {launch.family for chosen in (*plans, *others) for launch in chosen.launches}
     assert {"tile", "torch_products"} <= families
     assert ("fragments" in families) == (name == "H100" and dtype != torch.float64)
@@ -209,11 +212,11 @@ def test_another_process_takes_it(tables):
 import sys
 sys.path.insert(0, sys.argv[1])
 from tuning_cases import operands, problem
-from fastkron_py.kron.forward import launches_of, multiply_problem, plan_problem
+from fastkron_py.kron.forward import launches_of, multiply_problem
 from fastkron_py.kron.tune.table import tuned
 for x, factors in (operands(problem()), operands(problem(rows=64))):
     one = multiply_problem(x, factors, x.device, "highest")
-    print(len(launches_of(one, tuned(one, lambda: plan_problem(one)))))
+    print(len(launches_of(one, tuned(one, x.device))))
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     command = [sys.executable, "-c", code, str(ROOT / "tests")]
@@ -281,7 +284,7 @@ def test_failing_candidates_are_dropped_with_their_reasons(tables, quick, monkey
         launches = real(problem, chosen)
         if chosen in launchers:
             number, kind = launchers[chosen]
-            launches[number] = launches[number]._replace(launcher=kind(launches[number].launcher.configs))
+            vars(launches[number])["launcher"] = kind(launches[number].launcher.configs)
         return launches
 
     monkeypatch.setattr(search, "launches_of", launches_of)
