@@ -7,7 +7,7 @@ from fastkron_py.tiling.addresses import dot, load_slices, slice_index, slice_ma
 from fastkron_py.tiling.elements import extracted, words
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slices"], do_not_specialize_on_alignment=["before"])
 def _factor_gradient_kernel(
     u_ptr,  # [B, L, before, P, after]
     g_ptr,  # [B, L, before, Q, after]

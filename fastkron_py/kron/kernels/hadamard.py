@@ -65,7 +65,7 @@ def _times_matrix(x, h_ptr, h_strides, ORDER: gl.constexpr, M: gl.constexpr, TIL
     return gl.reshape(in_order(gl.reshape(sums, twos(ORDER)), BACK), [1 << TILE])
 
 
-@gluon.jit(do_not_specialize=["scale"])
+@gluon.jit(do_not_specialize=["scale", "rows"])
 def _hadamard_fwd_kernel(
     x_ptr,  # [rows, m * 2^k]
     h_ptr,  # [P, P] of bfloat16, P the power of two from M on, where M > 1

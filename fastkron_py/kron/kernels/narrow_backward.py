@@ -6,7 +6,7 @@ import triton.language as tl
 from fastkron_py.tiling.addresses import load_factor, scalar, slice_index, slice_mask, slice_offsets
 
 
-@triton.jit(do_not_specialize=["alpha"])
+@triton.jit(do_not_specialize=["alpha", "num_slices", "num_tiles", "programs"], do_not_specialize_on_alignment=["before"])
 def _narrow_multiply_bwd_kernel(
     u_ptr,  # [B, L, before, P, after]
     g_ptr,  # [B, L, before, Q, after]

@@ -7,7 +7,7 @@ from fastkron_py.tiling.addresses import factor_parts, factor_tile, slice_index,
 from fastkron_py.tiling.elements import joined, load_parts, store_elements, words
 
 
-@triton.jit(do_not_specialize=["alpha", "beta"])
+@triton.jit(do_not_specialize=["alpha", "beta", "num_tiles", "num_slices"], do_not_specialize_on_alignment=["before"])
 def _narrow_multiply_fwd_kernel(
     x_ptr,  # [B, L, before, P, after]
     factor_ptrs,  # each [B, P_i, Q_i]

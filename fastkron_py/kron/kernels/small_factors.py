@@ -78,7 +78,7 @@ def _times(t, factor_ptrs, factor_strides, batch, MODE: gl.constexpr, TILE: gl.c
     return gl.reshape(in_order(y, BACK), [1 << TILE])
 
 
-@gluon.jit(do_not_specialize=["alpha", "beta"])
+@gluon.jit(do_not_specialize=["alpha", "beta", "num_slices", "programs"])
 def _small_factors_fwd_kernel(
     x_ptr,  # [B, L, 1, P], P the product of all P_i
     factor_ptrs,  # each [B, P_i, P_i]
