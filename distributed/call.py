@@ -18,10 +18,10 @@ from fastkron_py.distributed.plan.layout import chunk_offsets, widths
 from fastkron_py.distributed.plan.planner import Plan
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import Reduction, check_reduction
-from fastkron_py.runtime.autocast import autocasted
 from fastkron_py.runtime.checks import check_precision, check_scalar
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.precision import autocasted
 
 PLACEMENTS: Final = (Shard(0), Shard(1))
 _WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}

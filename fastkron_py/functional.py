@@ -5,10 +5,10 @@ from fastkron_py.gated.api import gated_linear, gated_mlp
 from fastkron_py.kan.api import poly_kan
 from fastkron_py.kron.api import gekmm, gemkm, kron_matmul, kron_matmul_left
 from fastkron_py.kron.hadamard import hadamard
-from fastkron_py.kron.mode_matmul import mode_matmul
+from fastkron_py.kron.kron_plan import families, kron_plan
+from fastkron_py.kron.modes import mode_matmul
 from fastkron_py.kron.operators.kronecker_sum import KroneckerSum
 from fastkron_py.kron.operators.product import KroneckerProduct
-from fastkron_py.kron.planner import families, kron_plan
 from fastkron_py.kron.quantize import Quantized, kron_quantize
 from fastkron_py.kron.tune.api import tune
 from fastkron_py.rational.api import linear_rational, rational

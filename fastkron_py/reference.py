@@ -12,7 +12,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.shapes import result_shape
+from fastkron_py.kron.checks import result_shape
 from fastkron_py.reference_rational import rational as rational
 
 

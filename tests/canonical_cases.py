@@ -56,9 +56,9 @@ def dense(x, factors):
 
 def multiply_program(x, factors, z=None, scaled=False, precision=None, epilogue="axpby") -> Program:
     """Of x, the factors, and z if there is one; it is run with alpha, if it scales, and beta, if there is a z."""
-    from fastkron_py.kron import epilogues  # imports Triton, which reads TRITON_INTERPRET
+    from fastkron_py.kron.canonical import Scale
     from fastkron_py.kron.forward import add_multiply
-    from fastkron_py.kron.scale import Scale
+    from fastkron_py.kron.kernels import epilogues  # imports Triton, which reads TRITON_INTERPRET
 
     build = Builder([x, *factors, z])
     x, *factors, z = build.inputs
@@ -76,7 +76,7 @@ def multiply(x, factors, z=None, alpha=1.0, beta=0.0, precision=None, epilogue="
 def backward_program(dy, x, factors, scaled=False, needs=None, shared=None) -> Program:
     """Of dy, x and the factors, to the gradients that are needed (of x and each factor); run with alpha, if it scales."""
     from fastkron_py.kron.backward import add_backward  # as above
-    from fastkron_py.kron.scale import Scale
+    from fastkron_py.kron.canonical import Scale
 
     needs = [True] * (1 + len(factors)) if needs is None else needs
     build = Builder([dy, x, *factors], shared)

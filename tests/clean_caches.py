@@ -18,7 +18,7 @@ PLAIN = (
     ".cpu_costs",
     ".torch_internals",
     ".runtime.device",
-    ".runtime.cpu",
+    ".runtime.gpu",
     ".runtime.backend",
     ".runtime.eager",
 )

@@ -135,7 +135,7 @@ def generator(seed: int) -> torch.Generator:
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder for the user's tuning table, which is in use during the test. The table's path."""
-    from fastkron_py.kron.tune import cache, table
+    from fastkron_py.kron.tune import table
     from fastkron_py.runtime.call_cache import CACHE
 
     def forget() -> None:
@@ -145,7 +145,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FASTKRON_CACHE_DIR", str(tmp_path / "tables"))
     monkeypatch.delenv("FASTKRON_TUNING")
     forget()
-    path = cache.cache_file()
+    path = table.cache_file()
     assert path is not None
     yield path
     forget()

@@ -9,8 +9,7 @@ from torch import Tensor
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.program import Program
-from fastkron_py.tiling.gemm_launch import add_gemm
-from fastkron_py.tiling.gemm_problem import Gemm
+from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
 
 
 def gemm_program(

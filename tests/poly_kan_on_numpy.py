@@ -12,9 +12,9 @@ from gluon_on_numpy import launch
 from fastkron_py.kan import config as tuning
 from fastkron_py.kan.hopper import kernels
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.descriptors import remade, template_of
 from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.runtime.launch import Launcher
+from fastkron_py.runtime.program import remade, template_of
 
 
 def pipelined(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 pytestmark = pytest.mark.skipif(not fast_interpreter.is_installed(), reason="there is a GPU, or a Triton that is left as it is")
@@ -107,24 +106,3 @@ def test_the_same_error_and_the_language_as_it_was() -> None:
     assert y[0] == 7
     assert "power of 2" in found
     assert by_both(message) == [found] * 3
-
-
-@pytest.mark.parametrize("name", [name for _, name, _ in fast_interpreter.EXPECTED if name != "__init__"])
-def test_nothing_is_replaced_in_another_version(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has a function with other arguments."""
-    with fast_interpreter.uninstalled():
-        assert fast_interpreter.is_expected()
-        monkeypatch.setattr(fast_interpreter, "_originals", [])
-        owner = next(owner for owner, other, _ in fast_interpreter.EXPECTED if other == name)
-        monkeypatch.setattr(owner, name, lambda self, something, else_: None)
-        values = [getattr(owner, name) for owner, name, _ in fast_interpreter.EXPECTED]
-        assert not fast_interpreter.install()
-        assert [getattr(owner, name) for owner, name, _ in fast_interpreter.EXPECTED] == values
-        monkeypatch.undo()
-
-
-def test_nor_in_one_that_lacks_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fast_interpreter.uninstalled(), monkeypatch.context() as patch:
-        patch.setattr(fast_interpreter, "_originals", [])
-        patch.delattr(interpreter, "_patch_lang")
-        assert not fast_interpreter.install()

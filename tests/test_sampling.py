@@ -25,18 +25,6 @@ def test_every_combination_is_kept(ways: int, most: int) -> None:
     assert len(chosen) <= most
 
 
-def test_of_an_incomplete_product() -> None:
-    cases = [case for case in cases_of(range(5), range(5)) if (case[0][1] + case[1][1]) % 3]
-    chosen = covering(cases)
-    assert combined([cases[i] for i in chosen], 1) == combined(cases, 1)
-    assert len(chosen) < len(cases)
-
-
-def test_short_lists_do_not_advance_in_step() -> None:
-    cases = cases_of(range(8), range(2), range(2))
-    assert combined([case[1:] for i, case in enumerate(cases) if i in covering(cases)], 2) == combined([case[1:] for case in cases], 2)
-
-
 @pytest.fixture(params=["a", "b", "c", "d"])
 def letter(request: pytest.FixtureRequest) -> str:
     found: str = request.param

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -52,23 +51,6 @@ def test_the_bound_is_not_far_above_the_rounding(dtype):
         assert_close(exact, exact.double() * (1 + 10 * rms * noise))
 
 
-def test_swapped_factors_are_caught(case):
-    _, expected, factors, x = case
-    swapped = wide(x) @ kron_dense([wide(f) for f in (factors[1], factors[0], factors[2])])
-    with pytest.raises(AssertionError, match="is not close"):
-        assert_close(swapped.to(x.dtype), expected, steps=3)
-
-
-def test_transposed_factor_is_caught(case):
-    _, _, factors, x = case
-    square = [wide(f)[:3, :3] for f in factors]
-    right = wide(x)[:, :27] @ kron_dense(square)
-    wrong = wide(x)[:, :27] @ kron_dense([square[0].mT, *square[1:]])
-    assert_close(right.to(x.dtype), right)
-    with pytest.raises(AssertionError, match="is not close"):
-        assert_close(wrong.to(x.dtype), right, steps=3)
-
-
 @pytest.mark.parametrize(("dtype", "at"), [(torch.float32, (0, 0)), (torch.float64, (399, 249)), (torch.bfloat16, (123, 45))], ids=str)
 def test_one_wrong_element_among_a_hundred_thousand_is_caught(dtype, at):
     actual, expected, _, _ = make_case(dtype, 400)
@@ -78,14 +60,6 @@ def test_one_wrong_element_among_a_hundred_thousand_is_caught(dtype, at):
         assert_close(wrong, expected, steps=3)
     assert f"at {at}" in str(error.value)
     assert "1 of 100000 elements" in str(error.value)
-
-
-def test_one_dropped_product_is_caught(case):
-    """A kernel that leaves out the last row of the reduction: with bfloat16 too."""
-    _, expected, factors, x = case
-    dropped = wide(x)[:, :-1] @ kron_dense([wide(f) for f in factors])[:-1]
-    with pytest.raises(AssertionError, match="is not close"):
-        assert_close(dropped.to(x.dtype), expected, steps=3)
 
 
 def test_an_error_everywhere_is_caught_by_the_rms_bound():
@@ -109,16 +83,6 @@ def test_specials_have_to_stand_at_the_same_places(case, special):
         right[7, 8] = -special
         with pytest.raises(AssertionError, match="infinity of this sign"):
             assert_close(wrong, right)
-
-
-def test_a_wrong_element_beside_specials_is_caught():
-    expected = torch.randn(50, dtype=torch.float64)
-    expected[3], expected[4] = float("nan"), float("inf")
-    actual = expected.float()
-    assert_close(actual, expected)
-    actual[20] += 1
-    with pytest.raises(AssertionError, match=r"at \(20,\)"):
-        assert_close(actual, expected)
 
 
 def test_shapes_and_dtypes_have_to_agree():
@@ -170,15 +134,6 @@ def test_empty_and_scalar_results():
     assert_close(torch.tensor(2.0), torch.tensor(2.0, dtype=torch.float64))
     with pytest.raises(AssertionError, match=r"at \(\): 2.0 instead of 3.0"):
         assert_close(torch.tensor(2.0), torch.tensor(3.0, dtype=torch.float64))
-
-
-def test_arrays_are_taken_too():
-    expected = np.linspace(1, 2, 12).reshape(3, 4)
-    actual = expected.astype(np.float32)
-    actual.flags.writeable = False
-    assert_close(actual, expected)
-    with pytest.raises(AssertionError, match=r"y of shape \(3, 4\), torch.float32"):
-        assert_close(actual * np.float32(1.1), expected, name="y")
 
 
 def test_submodule_is_found_without_importing_it():

@@ -9,8 +9,8 @@ import triton
 
 from fastkron_py import reference
 from fastkron_py.kron.families.tile import ChainConfig, SingleConfig
-from fastkron_py.kron.tune.choice import Choice, ChosenLaunch, Problem
-from fastkron_py.kron.tune.entry import Entry
+from fastkron_py.kron.tune.choice import Choice, Problem, TunedLaunch
+from fastkron_py.kron.tune.table import Entry
 
 SINGLE = SingleConfig(16, 16, 16, 4, 1, 1)
 CHAIN = ChainConfig(16, 4, 1, 1)
@@ -26,11 +26,11 @@ def version() -> str:
 
 
 def problem(factors=((3, 5), (4, 2)), rows=4, columns=1, dtype="float32", device=HERE, batched=False, contiguous=True):
-    return Problem("multiply", device, version(), dtype, "highest", tuple(factors), rows, columns, batched, contiguous)
+    return Problem(device, version(), dtype, "highest", tuple(factors), rows, columns, batched, contiguous)
 
 
 def single(start, stop=None, config=SINGLE):
-    return ChosenLaunch(((start, start + 1 if stop is None else stop),), "single", config)
+    return TunedLaunch(((start, start + 1 if stop is None else stop),), "tile", config)
 
 
 def choice(*launches):
@@ -67,14 +67,14 @@ def launches_by(chosen, x, factors, precision="highest"):
 
 def carry_out(launches, x, factors):
     """Run launches one after the other, as a program."""
-    from fastkron_py.kron.scale import PLAIN
+    from fastkron_py.kron.canonical import PLAIN
+    from fastkron_py.kron.families import family_of
     from fastkron_py.runtime.builder import Builder
 
     build = Builder((x, *factors))
     y, *matrices = build.inputs
     for launch in launches:
-        source, y = y, build.empty(launch.shape, x.dtype)
-        launch.add(build, source, matrices, None, y, PLAIN)
+        y = family_of(launch.launch).add(build, launch, y, matrices, None, build.empty(launch.result_shape, x.dtype), PLAIN)
     return build.program([y])((x, *factors))[0]
 
 

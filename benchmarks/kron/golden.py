@@ -2,7 +2,7 @@
 
     python -m benchmarks.kron.golden --out old.json                  # of one revision
     python -m benchmarks.kron.golden --compare old.json              # of this one: how many differ, and the first few
-    python -m benchmarks.kron.golden --write                         # accept: the hashes that tests/kron/plan/test_golden.py compares
+    TRITON_INTERPRET=1 python -m benchmarks.kron.golden --write      # accept: the hashes that tests/kron/plan/test_golden.py compares
 
 A problem's text holds each launch's kernels, grids, arguments, operands and scalars, each call of torch, and all buffers. It says nothing
 of how the planner came to it, so that the planner can be rewritten.
@@ -92,41 +92,42 @@ def _operands(p: Problem, batch: Sequence[int] = (), factor_batch: Sequence[int]
 
 
 def _forward(p: Problem, random_: random.Random) -> Iterator[Any]:
-    from fastkron_py.kron import program
+    from fastkron_py.kron import operator
 
     x, factors, _ = _operands(p)
-    yield program.forward([x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", p["left"]))
+    yield operator.forward([x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", p["left"]))
 
 
 def _transposed(p: Problem, random_: random.Random) -> Iterator[Any]:
     """x and factors that are transposed in memory, as a backward pass and users have them."""
-    from fastkron_py.kron import program
+    from fastkron_py.kron import operator
 
     x, factors, _ = _operands(p)
     x, factors = x.mT.contiguous().mT, [f.mT.contiguous().mT for f in factors]
-    yield program.forward([x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", p["left"]))
+    yield operator.forward([x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", p["left"]))
 
 
 def _backward(p: Problem, random_: random.Random) -> Iterator[Any]:
-    from fastkron_py.kron import program
+    from fastkron_py.kron import operator
 
     x, factors, result = _operands(p)
-    made = program.forward([x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", p["left"]))
-    between = None
-    if made.saving is not None:
-        yield made.saving
+    given = [x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", p["left"])
+    made, between = operator.forward(*given), None
+    saving = made.for_gradients(*given)
+    if saving is not made:
+        yield saving
     needs = [random_.random() < 0.8 for _ in factors]
     options = (random_.random() < 0.8, needs, p["alpha"], p["precision"], "triton", p["left"])
-    yield program.gradients([_empty(result, p["dtype"]), x, *factors, between], options)
+    yield operator.gradients([_empty(result, p["dtype"]), x, *factors, between], options)
 
 
 def _added(p: Problem, random_: random.Random) -> Iterator[Any]:
-    from fastkron_py.kron import program
+    from fastkron_py.kron import operator
 
     x, factors, result = _operands(p)
     z = _empty(result, p["dtype"])
     z = z[:1].expand(result) if random_.random() < 0.3 else z
-    yield program.forward([x, *factors, z], (p["alpha"], 0.5, p["precision"], "triton", p["left"]))
+    yield operator.forward([x, *factors, z], (p["alpha"], 0.5, p["precision"], "triton", p["left"]))
 
 
 def _scaled(p: Problem, random_: random.Random) -> Iterator[Any]:
@@ -143,50 +144,50 @@ def _complex(p: Problem, random_: random.Random) -> Iterator[Any]:
 
 
 def _batched(p: Problem, random_: random.Random) -> Iterator[Any]:
-    from fastkron_py.kron import program
+    from fastkron_py.kron import operator
 
     batch = random_.choice(((3,), (2, 2), (1,)))
     x, factors, _ = _operands({**p, "rows": max(1, p["rows"] // 4)}, batch, batch if random_.random() < 0.6 else ())
-    yield program.forward([x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", p["left"]))
+    yield operator.forward([x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", p["left"]))
 
 
 def _in_the_middle(p: Problem, random_: random.Random) -> Iterator[Any]:
     """Dimensions before and after the factors': identities, and `mode_matmul`."""
-    from fastkron_py.kron import program
+    from fastkron_py.kron import operator
 
     before = random_.randint(2, 40)
     x, factors, _ = _operands({**p, "left": True, "rows": max(2, p["rows"] // before)}, (before,))
-    yield program.forward([x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", True))
+    yield operator.forward([x, *factors, None], (p["alpha"], 0.0, p["precision"], "triton", True))
 
 
 def _quantized(p: Problem, random_: random.Random) -> Iterator[Any]:
-    from fastkron_py.kron import quantize_program
+    from fastkron_py.kron import quantize
 
     qs = [*p["qs"][:-1], p["qs"][-1] + p["qs"][-1] % 2]
     p = {**p, "left": False, "qs": qs}
     x, factors, _ = _operands(p)
     kind = random_.choice(("int8", "float8_e4m3fn", "int4"))
-    yield quantize_program.program([x, *factors], (1.0 / 127, kind, p["precision"], "triton"))
+    yield quantize.program([x, *factors], (1.0 / 127, kind, p["precision"], "triton"))
 
 
 def _hadamard(p: Problem, random_: random.Random) -> Iterator[Any]:
-    from fastkron_py.kron import hadamard_program
+    from fastkron_py.kron import hadamard
 
     bits = random_.randint(1, 15)
     rows = min(p["rows"], MOST_ELEMENTS >> bits)
     x = _empty((rows, 1 << bits), p["dtype"])
-    yield hadamard_program.program([x, None], (0.5, 1, bits, "triton"))
+    yield hadamard.program([x, None], (0.5, 1, bits, "triton"))
 
 
 def _in_blocks(p: Problem, random_: random.Random) -> Iterator[Any]:
     """Blocks of columns, as ranks have them."""
-    from fastkron_py.kron import blocks, into
+    from fastkron_py.kron import into
 
     parts = random_.choice((2, 4))
     p = {**p, "left": False, "ps": [4 * q for q in p["ps"][:3]], "qs": [4 * q for q in p["qs"][:3]], "rows": max(1, p["rows"] >> 6)}
     dtype = getattr(torch, p["dtype"])
     # Not by its cache, whose device is that of other GPUs too.
-    able = blocks.in_blocks.__wrapped__(tuple(p["ps"]), tuple(p["qs"]), parts, dtype, torch.device("cpu"))
+    able = into.planned_in_blocks.__wrapped__(tuple(p["ps"]), tuple(p["qs"]), parts, dtype, torch.device("cpu"))
     columns = math.prod(p["ps"]), math.prod(p["qs"])
     if max(columns) * p["rows"] > MOST_ELEMENTS:
         return
@@ -220,8 +221,8 @@ def _plain(value: Any) -> Any:
         return {str(k): _plain(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
-    if callable(value):
-        return getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__name__)
+    if callable(value):  # by its own name, so that code may move
+        return getattr(value, "__name__", type(value).__name__)
     if hasattr(value, "__dataclass_fields__"):
         return [type(value).__name__, _plain(asdict(value))]
     return str(value)

@@ -1,6 +1,6 @@
 """`modes`: each algorithm for one mode, or for its factor's gradient, beside the one that the plan takes.
 
-The closed form of times (`kron/families/one_mode.py`, `torch_products.py`) is fitted to these times; each case's JSON has its times.
+The closed form of times (`kron/families`) is fitted to these times; each case's JSON has its times.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 from benchmarks.kron.drawn import check_draw, log_uniform
 from benchmarks.kron.problems import TOLERANCES
 from benchmarks.registry import Benchmark, Call, Case, Contender, Draw, register
-from fastkron_py.kron.families.one_mode import gradient_times, multiply_times
-from fastkron_py.kron.plan.mode import Mode
+from fastkron_py.kron.plan.gradient_order import gradient_times
+from fastkron_py.kron.planner import multiply_times, plan
+from fastkron_py.kron.problem import Mode
 from fastkron_py.runtime.builder import Builder
 
 ALGORITHMS: Final = ("wgmma", "chained", "matmul", "copying", "looped")
@@ -48,16 +49,14 @@ class Inputs:
 def _described(inputs: Inputs) -> tuple[Mode, bool, bool]:
     """The mode, whether the kernel for Hopper takes it, and whether the plan takes the register-chained one."""
     from fastkron_py.kron import forward  # imports Triton, as all that launches does
-    from fastkron_py.kron.hopper import kernels
-    from fastkron_py.kron.launches import mode_of
-    from fastkron_py.kron.plan.plan import plan
+    from fastkron_py.kron.families import wgmma
 
     x, (p, q) = inputs.x, inputs.factor.shape
-    before, _, after = x.shape
-    mode = mode_of((1, 1, before, after), p, q, x.dtype, "highest", x.device)
+    after = x.shape[2]
     problem = forward.multiply_problem(x.unsqueeze(0), [inputs.factor.unsqueeze(0)], x.device, "highest")
-    (launch,) = plan((p,), (q,), forward.plan_problem(problem))
-    return mode, kernels.has_wide(x.device, x.dtype), launch.family
+    (launch,) = plan(problem)
+    has_wgmma = wgmma.takes(x.dtype, problem.gpu) and problem.allows(wgmma.name)
+    return problem.mode(1, after, p, q), has_wgmma, launch.family
 
 
 # ---- problems ----------------------------------------------------------------------------------
@@ -125,20 +124,19 @@ def forced(algorithm: str) -> Iterator[None]:
     Raises:
         NotImplementedError: no kernel has this name.
     """
-    from fastkron_py.kron import backward, forward
-    from fastkron_py.kron.families import one_mode
-    from fastkron_py.kron.hopper import kernels
+    from fastkron_py.kron import backward, planner
+    from fastkron_py.kron.families import fragments, tile
 
     if algorithm not in ALGORITHMS:
         raise NotImplementedError(algorithm)
     by_torch = algorithm in ("matmul", "copying")
     with ExitStack() as stack:
-        stack.enter_context(patch.object(forward, "has_choice", lambda *_: True))
-        stack.enter_context(patch.object(forward, "best_algorithm", lambda *_: algorithm if by_torch else "kernels"))
-        stack.enter_context(patch.object(one_mode, "takes_wgmma", lambda _: algorithm == "wgmma"))
+        stack.enter_context(patch.object(planner, "has_choice", lambda *_: True))
+        stack.enter_context(patch.object(planner, "best_algorithm", lambda *_: algorithm if by_torch else "kernels"))
+        stack.enter_context(patch.object(tile, "looped_seconds", lambda _: math.inf if algorithm == "wgmma" else 0.0))
         stack.enter_context(patch.object(backward, "best_gradient_algorithm", lambda *_: algorithm))
         if algorithm != "chained":
-            stack.enter_context(patch.object(kernels, "has_chained", lambda *_: False))
+            stack.enter_context(patch.object(fragments, "takes", lambda *_: False))
             stack.enter_context(patch.object(backward, "chained_launch", lambda _: None))
         yield
 
@@ -146,8 +144,8 @@ def forced(algorithm: str) -> Iterator[None]:
 def _program(inputs: Inputs) -> Call:
     """The product, or the factor's gradient, as a program of its own."""
     from fastkron_py.kron.backward import add_backward
+    from fastkron_py.kron.canonical import PLAIN
     from fastkron_py.kron.forward import add_multiply
-    from fastkron_py.kron.scale import PLAIN
 
     given = [t for t in (inputs.x, inputs.factor, inputs.dy) if t is not None]
     build = Builder(given)

@@ -58,19 +58,21 @@ def program_of(parameters: dict[str, Any]) -> dict[str, list[list[str]]]:
     Args:
         parameters: of a case of `drawn`.
     """
-    from fastkron_py.kron import program
+    from fastkron_py.kron import operator
 
     m, ps, qs, left = (parameters[name] for name in ("M", "P", "Q", "left"))
     dtype = getattr(torch, parameters["dtype"])
     x, dy = (torch.empty((size, m) if left else (m, size), dtype=dtype) for size in (math.prod(ps), math.prod(qs)))
     factors = [torch.empty((q, p) if left else (p, q), dtype=dtype) for p, q in zip(ps, qs, strict=True)]
-    forward = program.forward([x, *factors, None], (1.0, 0.0, "highest", "triton", left))
+    given = [x, *factors, None], (1.0, 0.0, "highest", "triton", left)
+    forward = operator.forward(*given)
     found = {"forward": forward}
     if parameters["kind"] == "backward":
-        if forward.saving is not None:
-            found["saving"] = forward.saving
+        saving = forward.for_gradients(*given)
+        if saving is not forward:
+            found["saving"] = saving
         options = (True, [True] * len(factors), 1.0, "highest", "triton", left)
-        found["backward"] = program.gradients([dy, x, *factors, None], options)
+        found["backward"] = operator.gradients([dy, x, *factors, None], options)
     return {name: [_described(step) for step in made._steps] for name, made in found.items()}
 
 

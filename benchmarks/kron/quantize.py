@@ -13,7 +13,7 @@ import fastkron_py
 from benchmarks.kron.problems import Problem, case, inputs
 from benchmarks.registry import Benchmark, Case, Contender, register
 from fastkron_py import reference
-from fastkron_py.kron.quantize_program import LARGEST, rounded
+from fastkron_py.kron.quantize import LARGEST, rounded
 
 ROWS = 16384
 PAIRS = ((64, 64), (86, 128), (112, 128), (172, 64))

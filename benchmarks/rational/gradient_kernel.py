@@ -20,8 +20,7 @@ from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.gemm import load_tile, store_tile
 from fastkron_py.tiling.gemm_config import GemmTile
-from fastkron_py.tiling.gemm_launch import add_gemm
-from fastkron_py.tiling.gemm_problem import Gemm
+from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
 
 TILE = GemmTile(128, 64, 64, 8, 3, parts=2, programs=2)
 

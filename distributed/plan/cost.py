@@ -6,17 +6,24 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fastkron_py.distributed.plan.layout import Exchange, Leg, Way, by_rows, chunk_offsets, chunk_rows, even_offsets, widths
 from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.problem import Problem
-from fastkron_py.kron.plan.plan import plans
-from fastkron_py.kron.plan.steps import PlanProblem
+from fastkron_py.kron.families import fragments, tile
+from fastkron_py.kron.planner import plans
+from fastkron_py.kron.problem import contiguous_problem
+from fastkron_py.runtime.gpu import HOPPER
+
+if TYPE_CHECKING:
+    import torch
 
 # The model of launches is asked for very many rows; the cost of a launch by itself is added here.
 MANY_ROWS: Final = 1 << 20
 LAUNCH_SECONDS: Final = 4e-6
+# Whose products take the same time in half precision as in float32: times of plans were fitted so.
+PLANNED_GPU: Final = replace(HOPPER, has_shared_operands=False)
 # Seconds for each element of a copy that transposes, which torch makes element by element whatever their size (on an H200).
 TRANSPOSE_SECONDS: Final = 7.5e-12
 # Pairs of ranks looked at for the largest cost: all of 64 ranks, some senders of more. Of a uniform exchange one tells all.
@@ -98,9 +105,10 @@ def links_of(transport: TransportModel, links: Links, size: int) -> Links:
 
 
 @lru_cache(maxsize=4096)
-def _launches(ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int) -> tuple[float, int]:
+def _launches(ps: tuple[int, ...], qs: tuple[int, ...], dtype: torch.dtype) -> tuple[float, int]:
     """Modelled elements moved for each row, and the number of launches."""
-    cost, launches = plans(ps, qs, PlanProblem(min(8, itemsize), MANY_ROWS, 1, itemsize <= 4))[0]
+    whole = contiguous_problem(list(zip(ps, qs, strict=True)), MANY_ROWS, 1, dtype, PLANNED_GPU)
+    cost, launches = plans(replace(whole, families=(tile.name, fragments.name)))[0]
     return cost, len(launches)
 
 
@@ -108,7 +116,7 @@ def multiply_seconds(rows: int, problem: Problem, start: int, stop: int, links: 
     """Time of one rank's multiply of rows, slices of factors start to stop, on a GPU, by the model that chooses its launches."""
     itemsize, seconds = problem.dtype.itemsize, 0.0
     for run in problem.runs(start, stop):
-        moved, launches = _launches(run.ps, run.qs, itemsize)
+        moved, launches = _launches(run.ps, run.qs, problem.dtype)
         seconds += rows * run.rows * moved * itemsize / links.memory + launches * LAUNCH_SECONDS
     return seconds
 

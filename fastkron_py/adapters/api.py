@@ -13,13 +13,12 @@ from fastkron_py.adapters import into, operator
 from fastkron_py.adapters.composed import add_product
 from fastkron_py.adapters.factor import Factor, Operands, check_factor, labelled, loaded
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import check_precision, check_scalar, check_tensor
+from fastkron_py.runtime.checks import are_apart, can_write, check_out, check_precision, check_scalar, check_tensor
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
-from fastkron_py.runtime.out import are_apart, can_write, check_out
+from fastkron_py.runtime.precision import autocast_dtype, cast
 
 ArrayT = TypeVar("ArrayT")
 

@@ -12,10 +12,10 @@ from fastkron_py.adapters import api
 from fastkron_py.adapters.api import cast_factor
 from fastkron_py.adapters.composed import multiply, prepared
 from fastkron_py.adapters.factor import Factor, Operands, check_factor, product
-from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.checks import check_scalar, check_tensor
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import value_error
+from fastkron_py.runtime.precision import autocast_dtype, cast
 
 _CONVOLUTIONS: Final[dict[int, Callable[..., Tensor]]] = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
 Sizes = tuple[int, ...]

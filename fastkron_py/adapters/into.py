@@ -16,7 +16,7 @@ from fastkron_py.runtime.program import Program
 
 
 def write(given: Operands, scale: float, precision: str | None, out: Tensor, key: Hashable) -> None:
-    """Write ``base + scale * x @ kron(w1, w2).T`` to out, where `can_write` of `runtime.out` allows it; arguments have been checked.
+    """Write ``base + scale * x @ kron(w1, w2).T`` to out, where `can_write` of `runtime.checks` allows it; arguments have been checked.
 
     A call whose out is base is kept by this key, if there is one.
     """

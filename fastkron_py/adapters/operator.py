@@ -21,8 +21,7 @@ from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.program import COUNT
 from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.eager import without_autocast
-from fastkron_py.runtime.operator import DY, GradientCall, Operator, Saved
-from fastkron_py.runtime.second_order import second_order
+from fastkron_py.runtime.operator import DY, GradientCall, Operator, Saved, second_order
 
 _TENSORS = "Tensor x, Tensor left1, Tensor? right1, Tensor left2, Tensor? right2"
 _NEEDS = "bool need_x, bool need_left1, bool need_right1, bool need_left2, bool need_right2"

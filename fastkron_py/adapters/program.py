@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from fastkron_py.adapters.composed import add_product, plan_of
 from fastkron_py.adapters.factor import Factor, product
+from fastkron_py.kron.canonical import PLAIN, Scale
 from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_of
-from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.precision import has_precisions, torch_products
@@ -51,8 +52,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = Fals
         return build.program([y, *saved], [shape, *[t.shape for t in saved]], saved=len(saved))
     if weights.backend == "torch":  # whose multiplies autograd records
         return build.program([y], [shape], differentiable=_composed([t is not None for t in tensors], precision, backend))
-    is_same = not saved and not stages[0].call.saves(x, build.device)
-    return build.program([y], [shape], saving=None if is_same else forward(tensors, options, saves=True))
+    return build.program([y], [shape], saving=partial(forward, saves=True))
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:

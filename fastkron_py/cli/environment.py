@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 import fastkron_py
-from fastkron_py.kron.tune.cache import cache_file
+from fastkron_py.kron.tune.table import cache_file
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.backend import choose_backend, is_interpreting, requested_backend, triton_obstacle
 from fastkron_py.runtime.checks import DTYPES

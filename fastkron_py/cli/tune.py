@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import torch
 import typer
@@ -16,14 +16,14 @@ from fastkron_py.cli.display import chosen_device, fail, make_folder, number, ta
 from fastkron_py.cli.shapes import Shape, parse_shapes, problem_text
 from fastkron_py.cli.text import seconds_text
 from fastkron_py.kron.tune import api as tuner
-from fastkron_py.kron.tune import cache
+from fastkron_py.kron.tune import table as tables
+from fastkron_py.kron.tune.api import TuningProgress, TuningResult
 from fastkron_py.kron.tune.choice import ITEMSIZE
-from fastkron_py.kron.tune.entry import Entry
-from fastkron_py.kron.tune.result import TuningProgress, TuningResult
-from fastkron_py.kron.tune.table import export as export_tables
-from fastkron_py.kron.tune.table import is_off
+from fastkron_py.kron.tune.table import Entry
 from fastkron_py.runtime.checks import check_precision
 from fastkron_py.runtime.errors import value_error
+
+INTERRUPTED: Final = 130  # exit status after SIGINT
 
 
 def tune(
@@ -37,7 +37,7 @@ def tune(
     clear: Annotated[bool, typer.Option("--clear", help="Empty the table first.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write the table into this folder, a file a device, as tables ship.")] = None,
 ) -> None:
-    """Search for faster launches than the closed form's, and keep them for later calls.
+    """Autotune plans and kernel configurations, and cache the fastest.
 
     FACTORS are P, or P>Q for P rows and Q columns, joined by x; ^N repeats one.
     """
@@ -51,15 +51,15 @@ def tune(
         fail(console, str(error))
     if export is not None:
         make_folder(console, export)
-    path = cache.cache_file()
-    if clear and path is not None and not cache.clear(path):
+    path = tables.cache_file()
+    if clear and path is not None and not tables.clear(path):
         fail(console, f"{path} could not be removed")
     failed = _tune_all(console, problems, settings, budget) if problems else []
-    entries = [] if path is None else list(cache.read(path).values())
+    entries = [] if path is None else list(tables.read(path).values())
     if list_:
         _list(console, path, entries)
     if export is not None:
-        written = export_tables(export, entries)
+        written = tables.export(export, entries)
         for file in written:
             console.print(f"Written: {escape(str(file))}", soft_wrap=True)
         if not entries:
@@ -88,32 +88,34 @@ def _tune_all(console: Console, problems: list[Shape], settings: _Settings, budg
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[state]}"))
     results: list[tuple[Shape, TuningResult]] = []
     failed = []
+    is_interrupted = False
     with Progress(*columns, console=console) as progress:
-        try:
-            compiling = tuner.compilers(settings.device)
-        except (ImportError, RuntimeError) as error:
-            fail(console, f"Triton cannot be used: {error}")
-        with compiling:
-            for shape in problems:
-                task = progress.add_task(escape(str(shape)), total=budget, state="")
+        for shape in problems:
+            task = progress.add_task(escape(str(shape)), total=budget, state="")
 
-                def report(now: TuningProgress, task: object = task) -> None:
-                    progress.update(task, completed=min(now.seconds, budget), state=_state(now))  # type: ignore[arg-type]
+            def report(now: TuningProgress, task: object = task) -> None:
+                progress.update(task, completed=min(now.seconds, budget), state=_state(now))  # type: ignore[arg-type]
 
-                try:
-                    operands = tuner.example(shape.rows, shape.factors, settings.left, settings.precision, settings.dtype, settings.device)
-                    results.append((shape, tuner.run(*operands, settings.precision, budget, report, True, compiling)))
-                except (ValueError, RuntimeError) as error:  # problems that do not fit into memory, too
-                    failed.append(shape)
-                    progress.console.print(escape(f"{shape}: {error}"), style="red")
-                progress.update(task, completed=budget)
+            try:
+                operands = tuner.example(shape.rows, shape.factors, settings.left, settings.precision, settings.dtype, settings.device)
+                results.append((shape, tuner.run(*operands, settings.precision, budget, report, True)))
+            except (ValueError, RuntimeError) as error:  # problems that do not fit into memory, too
+                failed.append(shape)
+                progress.console.print(escape(f"{shape}: {error}"), style="red")
+            except KeyboardInterrupt:
+                is_interrupted = True
+                progress.console.print(escape(f"{shape}: interrupted; what was found faster by then is kept"), style="yellow")
+                break
+            progress.update(task, completed=budget)
     if results:
         rows = [_result_row(shape, result) for shape, result in results]
         console.print(table("Tuned", ["problem", "closed form", "best", "gain", "trials", "launches"], rows))
         for shape, result in results:
             _tell_dropped(console, shape, result)
-        if is_off():
+        if tables.is_off():
             console.print("FASTKRON_TUNING=off is set: calls take the closed form's choice all the same.", style="yellow")
+    if is_interrupted:
+        raise typer.Exit(INTERRUPTED)
     return failed
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from fastkron_py.gated import operator
 from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_choice, check_precision, check_tensor
 from fastkron_py.runtime.eager import is_tracing, wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.precision import autocast_dtype, cast
 
 ArrayT = TypeVar("ArrayT")
 

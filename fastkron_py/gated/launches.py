@@ -19,10 +19,9 @@ from fastkron_py.gated.torch_backend import hidden_size
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.tiling.arithmetic import arithmetic
 from fastkron_py.tiling.gemm_config import GemmTile
-from fastkron_py.tiling.gemm_launch import add_gemm, add_rowwise
-from fastkron_py.tiling.gemm_problem import Gemm, takes_descriptor
+from fastkron_py.tiling.gemm_launch import Gemm, add_gemm, add_rowwise, takes_descriptor
+from fastkron_py.tiling.products import arithmetic
 
 _ELEMENTWISE_BLOCK: Final = (16, 128)
 

@@ -24,11 +24,10 @@ from fastkron_py.gated import program, torch_backend
 from fastkron_py.gated.program import COUNT, sizes
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.batching import take, vmap_by_sample
-from fastkron_py.runtime.descriptors import order_of
 from fastkron_py.runtime.eager import TENSOR_TYPES, takes_fast_path, wants_gradient
-from fastkron_py.runtime.operator import Operator, Saved
+from fastkron_py.runtime.operator import Operator, Saved, second_order
 from fastkron_py.runtime.precision import torch_products
-from fastkron_py.runtime.second_order import second_order
+from fastkron_py.runtime.program import order_of
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? gate, Tensor? bias, Tensor? down, Tensor? down_bias"
 _OPTIONS = "str activation, str layout, str? precision, str backend"

@@ -18,8 +18,7 @@ from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Program
-from fastkron_py.tiling.cpu_products import add_product, linear, product, transposed_product
-from fastkron_py.tiling.reductions import column_sums
+from fastkron_py.tiling.torch_products import add_product, column_sums, linear, product, transposed_product
 
 COUNT: Final = 6  # tensors of a layer
 

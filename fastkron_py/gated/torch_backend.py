@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.runtime.precision import wide
-from fastkron_py.tiling.cpu_products import linear
-from fastkron_py.tiling.cpu_slices import PRODUCT_ROWS, row_slices
+from fastkron_py.tiling.torch_products import PRODUCT_ROWS, linear, row_slices
 
 
 def flat_weight(weight: Tensor) -> Tensor:

@@ -14,12 +14,11 @@ from fastkron_py.kan import operator
 from fastkron_py.kan.bases.basis import MOST_DEGREE
 from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_choice, check_integer, check_precision, check_scalar, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
-from fastkron_py.runtime.precision import wide
+from fastkron_py.runtime.precision import autocast_dtype, cast, wide
 
 ArrayT = TypeVar("ArrayT")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.runtime.gpu import GPU, next_power_of_two
 from fastkron_py.tiling.gemm_config import GemmTile
 
 LARGE_PRODUCTS: Final = 1 << 31  # multiplications from which on preparing operands costs little beside the product
@@ -264,7 +263,10 @@ def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
 def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
     """Of dC, a tile [num_in, num_out] for each few degrees, reduced over rows."""
     tiles = _tiles_of("coefficients", sizes)
-    if sizes.itemsize == 4 and sizes.rows <= _ONE_STEP.block_k and sizes.gpu.is_measured:
+    gpu = sizes.gpu
+    # For 10.0 the compiler of Triton 3.7 fails at higher tiles that hold all degrees.
+    is_for_it = sizes.rows <= _ONE_STEP.block_k if gpu.is_measured else gpu.has_shared_operands and sizes.terms <= tiles[-1].degrees
+    if sizes.itemsize == 4 and is_for_it:
         tiles = (*tiles[:-1], _ONE_STEP)
     tile = _chosen(tiles, _FEW_COEFFICIENTS, (sizes.num_in, sizes.num_out, sizes.rows), sizes, sizes.terms)
     programs = _tiles(tile, sizes.num_in, sizes.num_out) * _groups(tile, sizes.terms)

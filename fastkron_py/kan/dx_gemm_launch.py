@@ -13,8 +13,7 @@ from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.tiling.gemm import begin_nothing
 from fastkron_py.tiling.gemm_config import GemmTile
-from fastkron_py.tiling.gemm_launch import add_gemm
-from fastkron_py.tiling.gemm_problem import Gemm
+from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
 
 
 def choose(problem: Problem) -> tuple[GemmTile, int] | None:

@@ -15,7 +15,7 @@ from fastkron_py.kan.kernels.gradients import _poly_kan_gradients_kernel
 from fastkron_py.kan.problem import ALIGNED, Problem, Product, Stored, stored, whole_vectors
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.tiling.arithmetic import arithmetic
+from fastkron_py.tiling.products import arithmetic
 
 
 class _Blocks(NamedTuple):

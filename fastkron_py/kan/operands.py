@@ -15,8 +15,8 @@ from fastkron_py.kan.kernels.constant import _column_sums_kernel, _constant_kern
 from fastkron_py.kan.layer_config import wide
 from fastkron_py.kan.problem import whole_vectors
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.runtime.sizes import next_power_of_two
 from fastkron_py.tiling.products import _low_halves_kernel, _transpose_both_kernel, _transpose_kernel
 
 _TILE: Final = 64  # rows and columns of a tile that is transposed

@@ -18,10 +18,9 @@ from torch import Tensor
 from fastkron_py.kan import program, torch_backend
 from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.eager import takes_fast_path, wants_gradient
-from fastkron_py.runtime.operator import GradientCall, Operator, Saved
+from fastkron_py.runtime.operator import GradientCall, Operator, Saved, second_order
 from fastkron_py.runtime.precision import torch_products
-from fastkron_py.runtime.second_order import second_order
-from fastkron_py.tiling.reductions import column_sums
+from fastkron_py.tiling.torch_products import column_sums
 
 # A basis is given by its name and its parameters, "jacobi:0.5:-0.3"; a list of numbers that may be empty is taken for tensors by torch.
 _OPTIONS: Final = "str basis, str normalization, int table_size, str? precision, str backend"

@@ -14,7 +14,7 @@ from fastkron_py.kan.layer_config import LayerConfig, wide
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import bits
-from fastkron_py.tiling.partials import _sum_partials_kernel
+from fastkron_py.tiling.products import _sum_partials_kernel
 
 ALIGNED: Final = 16  # elements: more makes no load wider
 _SUM_BLOCK: Final = 256

@@ -16,7 +16,7 @@ from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Program
-from fastkron_py.tiling.reductions import column_sums
+from fastkron_py.tiling.torch_products import column_sums
 
 if TYPE_CHECKING:  # bases import Triton
     from fastkron_py.kan.layer_config import LayerConfig

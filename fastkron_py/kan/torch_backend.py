@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime.precision import torch_products, wide
-from fastkron_py.tiling.cpu_products import add_product, linear, matrix_product, product_dtype
-from fastkron_py.tiling.cpu_slices import PRODUCT_ROWS, row_slices
+from fastkron_py.tiling.torch_products import PRODUCT_ROWS, add_product, linear, matrix_product, product_dtype, row_slices
 
 if TYPE_CHECKING:  # bases import Triton
     from fastkron_py.kan.layer_config import LayerConfig

@@ -9,16 +9,16 @@ from typing import Any, Never, TypeVar
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import identity, operator
+from fastkron_py.kron import modes, operator
 from fastkron_py.kron.checks import check_problem, check_tensors, factors_and_identities, is_identity
 from fastkron_py.kron.matmul import PLAIN, Epilogue
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar
 from fastkron_py.runtime.eager import TENSOR_TYPES
 from fastkron_py.runtime.errors import type_error, type_name
+from fastkron_py.runtime.precision import autocast_dtype, cast
 
 ArrayT = TypeVar("ArrayT")
 Scalar = float | complex | Tensor
@@ -199,7 +199,7 @@ def _on_arrays(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: A
     with bridge.context():
         x, *tensors = (bridge.load(array, label) for label, array in given.items())
         z = None if z is None else tensors.pop()
-        factors = identity.filled(factors, tensors)
+        factors = modes.filled(factors, tensors)
         return bridge.give_back(_multiply(x, factors, alpha, beta, z, precision, left, names))
 
 
@@ -240,7 +240,7 @@ def _multiply(
 def _product(x: Tensor, factors: list[Any], epilogue: Epilogue, precision: str | None, left: bool, key: Hashable) -> Tensor:
     """``[*batch, M, N]`` (left: ``[*batch, N, M]``) by the operator, or by more than one call of it beside identities."""
     if any([is_identity(f) for f in factors]):
-        return identity.multiply(x, factors, left, precision, epilogue)
+        return modes.multiply(x, factors, left, precision, epilogue)
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
     alpha, beta, z = epilogue

@@ -16,28 +16,24 @@ from torch import Tensor
 
 from fastkron_py.kron.backward_pass import Pass
 from fastkron_py.kron.backward_problem import GradientProblem, numbers_of, shared_strides
-from fastkron_py.kron.families.one_mode import best_gradient_algorithm
+from fastkron_py.kron.canonical import Scale
+from fastkron_py.kron.families import wgmma
 from fastkron_py.kron.families.wgmma import gradient_launch
 from fastkron_py.kron.forward import add_multiply, mergeable
 from fastkron_py.kron.fused_launches import fused_launch
-from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.hopper.launch_config import ChainedLaunch, chained_launch
-from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
-from fastkron_py.kron.kernels.partials import _split_gradient_kernel
-from fastkron_py.kron.launches import parts_of, passes_of
+from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel, _split_gradient_kernel
 from fastkron_py.kron.matmul_step import BY_TORCH, add_gradient
 from fastkron_py.kron.plan.gradient import GradientConfig, Group, Numbers, gradient_config, gradient_plan
-from fastkron_py.kron.plan.gradient_order import Whole, best_order
+from fastkron_py.kron.plan.gradient_order import Whole, best_gradient_algorithm, best_order
 from fastkron_py.kron.plan.steps import run_of
-from fastkron_py.kron.scale import Scale
+from fastkron_py.kron.problem import parts_of, passes_of
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
-from fastkron_py.runtime.gpu import GPU
+from fastkron_py.runtime.gpu import GPU, next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import Scalar
-from fastkron_py.runtime.sizes import next_power_of_two
-from fastkron_py.tiling.arithmetic import arithmetic
-from fastkron_py.tiling.partials import sum_launcher
+from fastkron_py.tiling.products import arithmetic, sum_launcher
 
 
 class _Partials:
@@ -211,7 +207,8 @@ def _add_single(
         (df,) = _add_single(build, problem.swapped(), g, u, [f.mT for f in factors], alpha)
         return [None if df is None else df.mT]
     chained = chained_launch(problem)
-    algorithm = "chained" if chained is not None else best_gradient_algorithm(problem.mode, kernels.has_wide(problem.device, problem.dtype))
+    has_wgmma = wgmma.takes(problem.dtype, devices.gpu_of(problem.device)) and wgmma.kernel() is not None
+    algorithm = "chained" if chained is not None else best_gradient_algorithm(problem.mode, has_wgmma)
     single = _Matmul(problem, algorithm) if algorithm in BY_TORCH else _Wide(problem, algorithm, chained)
     return single.add(build, u, g, factors, alpha)
 

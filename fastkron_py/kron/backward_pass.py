@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.backward_problem import GradientProblem
+from fastkron_py.kron.canonical import PLAIN, Scale
 from fastkron_py.kron.forward import Part, add_multiply, rows_of
 from fastkron_py.kron.plan.gradient import Group
-from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.runtime.builder import Builder
 
 # Intermediates that may be alive at once, besides x, the result and their gradients: as many elements as this number of the larger of x

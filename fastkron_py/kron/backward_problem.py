@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastkron_py.kron.launches import Rows, in_words, mode_of, parts_of
 from fastkron_py.kron.plan.gradient import Group, Numbers
-from fastkron_py.kron.plan.mode import Mode
+from fastkron_py.kron.problem import Mode, Rows, in_words, mode_of, parts_of
+from fastkron_py.runtime import device as devices
 
 
 class GradientProblem(NamedTuple):
@@ -75,7 +75,7 @@ class GradientProblem(NamedTuple):
     @property
     def mode(self) -> Mode:
         """The sizes of a group of one factor."""
-        return mode_of(self.around, *self.sizes, self.dtype, self.precision, self.device)
+        return mode_of(self.around, *self.sizes, self.dtype, self.precision, devices.gpu_of(self.device))
 
     @property
     def dx_strides(self) -> tuple[int, ...]:

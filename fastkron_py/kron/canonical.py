@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fastkron_py.kron.shapes import Shape, broadcast_batch
+from fastkron_py.kron.checks import Shape, broadcast_batch
+from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.program import Scalar, bits
 
 
 class Canonical(NamedTuple):
@@ -80,3 +84,73 @@ def _grouped(f: Tensor, groups: Shape, shared: int, reshape: Callable[[Tensor, S
         return reshape(f, (1, *size))
     own = tuple(f.shape[: max(0, f.ndim - len(size) - shared)])
     return reshape(f.reshape(*own, *size).expand(*groups, *size), (math.prod(groups), *size))
+
+
+# ---- factors of one element ------------------------------------------------------------------------
+# Those that no launch multiplies beside others would each read and write all of x for a number, which goes into another factor:
+# ``F (x) [u] = u * F``.
+
+
+def lone_units(spans: Sequence[tuple[int, int]], factors: Sequence[Tensor]) -> list[int]:
+    """The numbers of factors of one element whose launch, by (start, stop) of its factors, has no others; none where all are."""
+    units = [math.prod(f.shape[1:]) == 1 for f in factors]
+    found = [i for start, stop in spans if all(units[start:stop]) for i in range(start, stop)]
+    return found if len(found) < len(factors) else []
+
+
+def without_units(build: Builder, factors: Sequence[Tensor], units: Sequence[int], most: int) -> list[Tensor] | None:
+    """Add the product of the smallest other factor and these units to a program.
+
+    Args:
+        build: of the program.
+        factors: ``[B, P_i, Q_i]``, all of them conjugate views, or none.
+        units: numbers of factors of one element.
+        most: elements that the product may have.
+
+    Returns:
+        The other factors, one of them replaced; None where its product is too large, since batches differ.
+    """
+    others = [i for i in range(len(factors)) if i not in units]
+    target = min(others, key=lambda i: factors[i].numel())
+    given = [factors[i].conj() if factors[i].is_conj() else factors[i] for i in (target, *units)]
+    groups = len(given[0])
+    if all([t.stride(0) == 0 for t in given]):  # one matrix for all batches
+        given = [t[:1] for t in given]
+
+    def multiplied(*given: Tensor) -> Tensor:
+        return reduce(torch.mul, given)
+
+    described = multiplied(*given)
+    if described.numel() > most:
+        return None
+    made: Tensor = build.call(multiplied, given, described)
+    made = made.expand(groups, *made.shape[1:])
+    made = made.conj() if factors[target].is_conj() else made
+    return [made if i == target else factors[i] for i in others]
+
+
+# ---- the scales of a multiply's result: scalars, and a tensor --------------------------------------
+
+
+class Scale(NamedTuple):
+    """The scalars of the last launch: those of the run, or 1 and 0, as bit patterns."""
+
+    alpha: Scalar | int = bits(1.0)
+    beta: Scalar | int = bits(0.0)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether alpha changes nothing."""
+        return isinstance(self.alpha, int)
+
+
+PLAIN: Final = Scale()
+
+
+def add_scaling(build: Builder, y: Tensor, z: Tensor, method: Callable[[Tensor, Tensor], Any]) -> None:
+    """Add ``y *= z``, or ``y /= z``, by a method of torch's, to a program; z broadcasts to y."""
+
+    def scale(y: Tensor, z: Tensor) -> None:
+        method(y, z)
+
+    build.call(scale, (y, z))

@@ -9,14 +9,14 @@ from fastkron_py.kron.backward_problem import GradientProblem, numbers_of, share
 from fastkron_py.kron.families.narrow import is_narrow_gradient, narrow_gradient_config
 from fastkron_py.kron.hopper.launch_config import chained_launch
 from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
-from fastkron_py.kron.kernels.narrow_backward import _narrow_multiply_bwd_kernel
-from fastkron_py.kron.launches import parts_of
+from fastkron_py.kron.kernels.narrow import _narrow_multiply_bwd_kernel
 from fastkron_py.kron.plan.gradient import FusedConfig, Group, fused_configs
 from fastkron_py.kron.plan.steps import padded, tile_constants
+from fastkron_py.kron.problem import parts_of
 from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig
-from fastkron_py.runtime.sizes import next_power_of_two
-from fastkron_py.tiling.arithmetic import arithmetic
+from fastkron_py.tiling.products import arithmetic
 
 
 def fused_launch(problem: GradientProblem) -> tuple[int, list[LaunchConfig]]:

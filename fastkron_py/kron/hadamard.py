@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import index
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fastkron_py.kron import hadamard_factors
-from fastkron_py.kron.api import ArrayT, Scalar, kron_matmul
-from fastkron_py.kron.hadamard_factors import LEAST_ALONE, shrunk
-from fastkron_py.kron.hadamard_program import program
+from fastkron_py.kron.api import ArrayT, kron_matmul
+from fastkron_py.kron.api import Scalar as Scale
+from fastkron_py.kron.families.butterfly import takes_transform, transform
+from fastkron_py.kron.hadamard_orders import factor_sizes, matrices, padded_matrix, shrunk, split
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocast_dtype
-from fastkron_py.runtime.autocast import cast as cast_tensor
-from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.backend import choose_backend, is_interpreting, requested_backend
+from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE, about
-from fastkron_py.runtime.checks import check_scalar, check_tensor
-from fastkron_py.runtime.constants import constants
+from fastkron_py.runtime.checks import HALF_DTYPES, can_write, check_out, check_scalar, check_tensor, is_same
+from fastkron_py.runtime.eager import constants
 from fastkron_py.runtime.errors import type_error, type_name, value_error
-from fastkron_py.runtime.operator import Operator, Saved
-from fastkron_py.runtime.out import can_write, check_out, is_same
-from fastkron_py.runtime.program import Program
+from fastkron_py.runtime.operator import GradientCall, Operator, Saved
+from fastkron_py.runtime.precision import autocast_dtype
+from fastkron_py.runtime.precision import cast as cast_tensor
+from fastkron_py.runtime.program import Program, Scalar
+from fastkron_py.runtime.torch_internals import constant_in_graphs
+
+if TYPE_CHECKING:
+    from fastkron_py.runtime.launch import Launcher
+
+_LEAST_ALONE: Final = 6  # bits that are transformed by a launch of their own in float64: faster than factors in as many launches
+_REGISTERS: Final = 128  # of a thread with m > 1, at most: two programs on a multiprocessor
 
 
-def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None, out: ArrayT | None = None) -> ArrayT:
+def hadamard(x: ArrayT, *, scale: Scale = 1.0, precision: str | None = None, out: ArrayT | None = None) -> ArrayT:
     """Multiply the last dimension with a Hadamard matrix: ``scale * x @ (H_m (x) H_(2^k))``, n = m * 2^k.
 
     H_(2^k) is Sylvester's matrix, ``H_2 (x) ... (x) H_2`` with ``H_2 = [[1, 1], [1, -1]]``, as in `scipy.linalg.hadamard`.
@@ -77,32 +87,30 @@ def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None, ou
 
 def _transformed(x: Tensor, scale: Any, precision: str | None, out: Tensor | None) -> Tensor:
     """By additions where a kernel has them, to out if it can be written; else by the factors."""
-    source: Any = hadamard_factors
     n = index(x.shape[-1])  # a graph that is compiled or traced is one of this length
-    backend = ""
-    make: Callable[..., Sequence[Any]] = _in_graph
-    if torch.compiler.is_compiling():
-        from fastkron_py.kron import hadamard_constants as source  # whose decorator imports the compiler, and that Triton
-    else:
-        backend, make = requested_backend(), constants
-    m, bits = source.split(n)
-
-    def has_additions(m: int) -> bool:
-        return not isinstance(scale, Tensor) and source.has_additions(m, bits, x.dtype, x.device, backend)
-
-    if has_additions(m):
-        (matrix,) = make(source.padded_matrix, (m,), x.device)
+    backend = "" if torch.compiler.is_compiling() else requested_backend()
+    m, bits = split(n)
+    adds = not isinstance(scale, Tensor)
+    if adds and has_additions(m, bits, x.dtype, x.device, backend):
+        (matrix,) = _constants(padded_matrix, (m,), x.device)
         if out is not None and x.numel() and can_write([x], out, True):
             return _write(x, matrix, (scale, m, bits, backend), out)
         return _added(x, matrix, (scale, m, bits, backend))
-    if x.dtype == torch.float64 and bits >= LEAST_ALONE and has_additions(1):  # faster than factors in as many launches
-        parts = kron_matmul(x.reshape(-1, n), [*make(source.matrices, ((m,), x.dtype), x.device), 1 << bits])
+    if adds and x.dtype == torch.float64 and bits >= _LEAST_ALONE and has_additions(1, bits, x.dtype, x.device, backend):
+        parts = kron_matmul(x.reshape(-1, n), [*_constants(matrices, ((m,), x.dtype), x.device), 1 << bits])
         y: Tensor = operator(parts.view(*x.shape[:-1], m, 1 << bits), None, scale, 1, bits, backend)
         return y.view(x.shape)
-    sizes = source.factor_sizes(n)
-    factors = make(source.matrices, (sizes, x.dtype), x.device)
+    sizes = factor_sizes(n)
+    factors = _constants(matrices, (sizes, x.dtype), x.device)
     y = kron_matmul(x.reshape(-1, n), factors, alpha=scale * shrunk(sizes, x.dtype), precision=precision)
     return y.view(x.shape)
+
+
+def _constants(make: Callable[..., Sequence[Any]], arguments: tuple[Any, ...], device: torch.device) -> Sequence[Any]:
+    """Constants on a device, also of a graph that is being compiled."""
+    if torch.compiler.is_compiling():
+        return [None if t is None else t.to(device) for t in make(*arguments)]
+    return constants(make, arguments, device)
 
 
 def _added(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...]) -> Tensor:
@@ -135,21 +143,114 @@ def _run(made: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> No
     made(given, options[:1])
 
 
-def _in_graph(make: Callable[..., Sequence[Any]], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
-    """Constants of a graph that is being compiled, on a device; None stays what it is."""
-    return [None if t is None else t.to(device) for t in make(*arguments)]
+# ---- the launch -----------------------------------------------------------------------------------
+
+
+@constant_in_graphs
+def has_additions(m: int, bits: int, dtype: torch.dtype, device: torch.device, backend: str) -> bool:
+    """Whether rows of m * 2^bits elements are transformed by additions in one launch, rather than multiplied by factors."""
+    return device.type == "cuda" and _has_additions(m, bits, dtype, device, backend)
+
+
+@lru_cache(maxsize=256)
+def _has_additions(m: int, bits: int, dtype: torch.dtype, device: torch.device, backend: str) -> bool:
+    if is_interpreting() or not torch.cuda.is_available():  # a fake tensor's GPU may not be there
+        return False
+    return choose_backend(backend, torch.empty(0, dtype=dtype, device=device)) != "torch" and has_launch(m, bits, dtype, device)
+
+
+def has_launch(m: int, bits: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is a launch for rows of m * 2^bits elements on a GPU that Triton compiles for."""
+    gpu = devices.gpu_of(device)
+    if gpu.capability is None or dtype.is_complex or not takes_transform(m, bits, dtype.itemsize, gpu.shared_memory):
+        return False
+    return _kernel() is not None
+
+
+def _kernel() -> Any:
+    return devices.gluon_kernel("kron.kernels.butterfly", "_hadamard_fwd_kernel")
+
+
+def hadamard_launch(x: Tensor, matrix: Tensor | None, m: int, bits: int) -> Launcher:
+    """The launch from x, the matrix and y, with the scale.
+
+    Args:
+        x: ``[rows, m * 2^bits]``, with neighbours in memory.
+        matrix: the one of order m, padded; None where m is 1.
+        m: see above.
+        bits: see above.
+    """
+    from fastkron_py.runtime.launch import LaunchConfig, Launcher
+
+    found = transform(m, bits, x.element_size())
+    at_once = (1 << found.tile) // found.row
+    arguments = {
+        "rows": x.shape[0],
+        "x_stride": x.stride(0),
+        "y_stride": x.shape[1],
+        "h_strides": (0, 0) if matrix is None else matrix.stride(),
+        "M": m,
+        "BITS": bits,
+        "TILE": found.tile,
+        "ROW": found.row,
+        "LOADED": tuple(found.loaded),
+        "ORDER": found.order,
+        "PHASES": tuple([tuple(phase) for phase in found.phases]),
+        "COUNT": len(found.phases),
+        "EVEN": m << bits == found.row and x.shape[0] % at_once == 0,
+        "WARPS": found.num_warps,
+        "num_warps": found.num_warps,
+        "maxnreg": _REGISTERS if m > 1 else None,
+    }
+    return Launcher([LaunchConfig(_kernel(), (math.ceil(x.shape[0] / at_once),), arguments)])
 
 
 # ---- the operator ---------------------------------------------------------------------------------
+
+
+def program(tensors: Sequence[Any], options: tuple[Any, ...], out: Tensor | None = None) -> Program:
+    """Tensors are x and the matrix of order m; options the scale, m, k and the backend.
+
+    With out it writes the result there, and returns nothing: to x, or to one more tensor.
+    """
+    _, m, bits, backend = options
+    build = Builder([*tensors, None if out is None or is_same(tensors[0], out) else out])
+    x, matrix, target = build.inputs
+    if x.numel() == 0 or choose_backend(backend, tensors[0]) == "torch":
+
+        def by_torch(*given: Any) -> Tensor:
+            x, *matrices, scale = given
+            return _in_torch(x, matrices[0] if matrices else None, scale, m, bits)
+
+        operands = (x,) if matrix is None else (x, matrix)
+        return build.program([build.call(by_torch, operands, describe(x.shape, x.dtype), scalars=(Scalar(0),))])
+    n = x.shape[-1]
+    rows = build.reshape(x, (x.numel() // n, n))
+    if rows.stride(1) != 1:
+        rows = build.contiguous(rows)
+    y = build.empty(rows.shape, x.dtype) if out is None else rows if target is None else target.view(rows.shape)
+    build.launch(hadamard_launch(rows, matrix, m, bits), (rows, rows if matrix is None else matrix, y), (Scalar(0),))
+    return build.program([y], [x.shape]) if out is None else build.program([])
+
+
+def _in_torch(x: Tensor, matrix: Tensor | None, scale: float, m: int, bits: int) -> Tensor:
+    """The same by torch's operations."""
+    y = x.to(torch.float32 if x.dtype in HALF_DTYPES else x.dtype).reshape(-1, m, 1 << bits)
+    if matrix is not None:
+        y = matrix[:m, :m].to(y.dtype).mT @ y
+    for bit in range(bits):
+        a, b = y.reshape(-1, 2, 1 << bit).unbind(1)
+        y = torch.stack([a + b, a - b], 1)
+    return (y.reshape(x.shape) * scale).to(x.dtype)
 
 
 def _fake(x: Tensor, matrix: Tensor | None, scale: float, m: int, bits: int, backend: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
     _, matrix = saved.tensors
-    return operator(dy, None if matrix is None else matrix.mT, *saved.options), None
+    return GradientCall(operator, (dy, None if matrix is None else matrix.mT), saved.options, (0, None))
 
 
 def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Any:
@@ -164,7 +265,7 @@ operator = Operator(
     "hadamard(Tensor x, Tensor? matrix, float scale, int m, int bits, str backend) -> Tensor",
     program=program,
     fake=_fake,
-    backward=_backward,
+    gradient_call=_gradient_call,
     jvp=_jvp,
     vmap=_vmap,
     unsaved=(0,),

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime.eager import wants_gradient
-from fastkron_py.tiling.cpu_products import batch_parts
-from fastkron_py.tiling.long_products import by_parts
+from fastkron_py.tiling.torch_products import batch_parts, by_parts
 
 
 class Epilogue(NamedTuple):
@@ -36,7 +35,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> No
     """``[I, J] @ [J, K]``, or a batch ``[A, I, J] @ [A, J, K]``, into ``out``; z has as many elements, in their order.
 
     A batch of one is taken as a matrix, since torch has more kernels for one. On a CPU a batch is cut in its `batch_parts`, on a GPU the
-    long sums of half types are cut (`long_products`).
+    long sums of half types are cut (`tiling.torch_products`).
     """
     parts = batch_parts(a, b) if a.ndim == 3 else []
     if len(parts) > 1:

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastkron_py.kron import epilogues
-from fastkron_py.kron.epilogues import StoreEpilogue
+from fastkron_py.kron.canonical import PLAIN, Scale, add_scaling
 from fastkron_py.kron.families.torch_products import copied_width
-from fastkron_py.kron.kernels.copy_matrices import _copy_matrices_kernel
-from fastkron_py.kron.kernels.gemm_epilogue import epilogue_axpby
-from fastkron_py.kron.launches import in_words, parts_of
+from fastkron_py.kron.kernels import epilogues
+from fastkron_py.kron.kernels.matmul_step import _copy_matrices_kernel, epilogue_axpby
 from fastkron_py.kron.matmul import Epilogue, matrices, mode_products, product, scaled_product, summed_products, wide_product
-from fastkron_py.kron.scale import PLAIN, Scale, add_scaling
+from fastkron_py.kron.problem import LaunchProblem, in_words, parts_of
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.precision import has_precisions, torch_products
 from fastkron_py.runtime.program import Scalar
-from fastkron_py.runtime.sizes import next_power_of_two
-from fastkron_py.tiling.arithmetic import arithmetic
-from fastkron_py.tiling.gemm_launch import add_gemm
-from fastkron_py.tiling.gemm_problem import Gemm
-from fastkron_py.tiling.long_products import Cut, cut_of, write_parts
-from fastkron_py.tiling.partials import sum_launcher
+from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
+from fastkron_py.tiling.products import arithmetic, sum_launcher
+from fastkron_py.tiling.torch_products import Cut, cut_of, write_parts
 
 BY_TORCH: Final = ("matmul", "copying")  # algorithms
 _UNIT: Final = 8  # elements of half types that take 16 bytes
@@ -41,73 +38,78 @@ _TILE_SIDE: Final = 64  # elements of a tile's rows at least, where there are as
 _GEMM: Final = Gemm(epilogue_axpby, divisible=True)
 
 
-class MatmulStep(NamedTuple):
-    """One mode of a multiply by torch's matrix products.
+def add_products(
+    build: Builder, problem: LaunchProblem, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale
+) -> Tensor:
+    """Add one mode of a multiply by torch's products to a program; see `problem.add_launch`.
 
-    Attributes:
-        start: its factor.
-        stop: one past it.
-        shape: of its result.
-        after: elements after the mode.
-        algorithm: one of `BY_TORCH`.
-        precision: of float32 products.
-        epilogue: of the last one, `epilogues.PLAIN` for others. One by which z scales is an operation of its own, in place.
-        fell_back: as of a `MultiplyLaunch`.
+    An epilogue by which z scales is an operation of its own, in place.
     """
-
-    start: int
-    stop: int
-    shape: tuple[int, int, int, int]
-    after: int
-    algorithm: str
-    precision: str
-    epilogue: StoreEpilogue
-    fell_back: bool = False
-
-    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale) -> Tensor:
-        """Add it to a program, from x to y, or to new memory; return the result."""
-        if self.epilogue.scales_by is not None and z is not None:
-            y = self._replace(epilogue=epilogues.PLAIN).add(build, x, factors, None, y, scale)
-            add_scaling(build, y, z, self.epilogue.scales_by)
-            return y
-        factor, scale = factors[self.start], PLAIN if self.epilogue is epilogues.PLAIN else scale
-        groups, p, q = factor.shape
-        x, is_conj = build.reshape(x, (groups, -1, p, self.after)), factor.is_conj()  # which a copy's memory does not tell
-        if self.algorithm == "matmul":
-            factor = _aligned_factor(build, factor, self.after)
-            is_one = self.after == 1 or groups == 1
-            if y is None and z is None and is_one and not is_conj and not has_precisions(x.dtype):
-                ((a, b),) = mode_products(x, factor)
-                return _new_product(build, a, b, scale.alpha).view(self.shape)
-        y = build.empty(self.shape, x.dtype) if y is None else y
-        out = y.view(groups, -1, q, self.after)
-        z = None if z is None else build.reshape(z, out.shape)
-        if self.algorithm == "matmul":
-            self._add_product(build, x, factor, out, z, scale, is_conj)
-            return y
-        rows, found = _in_rows(build, x), _empty_rows(build, out)
-        self._add_product(build, _merged(rows), _padded_factor(build, factor), _merged(found), None, PLAIN, is_conj)
-        _add_copy(build, found, out, z, scale)
+    if problem.epilogue.scales_by is not None and z is not None:
+        y = add_products(build, replace(problem, epilogue=epilogues.PLAIN), x, factors, None, y, scale)
+        add_scaling(build, y, z, problem.epilogue.scales_by)
         return y
+    factor, after = factors[problem.launch.start], problem.shape[3]
+    scale = PLAIN if problem.epilogue is epilogues.PLAIN else scale
+    groups, p, q = factor.shape
+    x, is_conj = build.reshape(x, (groups, -1, p, after)), factor.is_conj()  # which a copy's memory does not tell
+    in_place = problem.launch.config == "matmul"
+    if in_place:
+        factor = _aligned_factor(build, factor, after)
+        is_one = after == 1 or groups == 1
+        if y is None and z is None and is_one and not is_conj and not has_precisions(x.dtype):
+            ((a, b),) = mode_products(x, factor)
+            return _new_product(build, a, b, scale.alpha).view(problem.result_shape)
+    y = build.empty(problem.result_shape, x.dtype) if y is None else y
+    out = y.view(groups, -1, q, after)
+    z = None if z is None else build.reshape(z, out.shape)
+    if in_place:
+        _add_product(build, (x, factor, out), z, scale, is_conj, problem.precision)
+        return y
+    rows, found = _in_rows(build, x), _empty_rows(build, out)
+    operands = _merged(rows), _padded_factor(build, factor), _merged(found)
+    _add_product(build, operands, None, PLAIN, is_conj, problem.precision)
+    _add_copy(build, found, out, z, scale)
+    return y
 
-    def _add_product(self, build: Builder, x: Tensor, factor: Tensor, out: Tensor, z: Tensor | None, scale: Scale, is_conj: bool) -> None:
-        alpha = scale.alpha if isinstance(scale.alpha, Scalar) else 1.0
-        beta = scale.beta if isinstance(scale.beta, Scalar) else 0.0
-        is_first = x.shape[3] == 1  # x, of the product's operands
 
-        def run(a: Tensor, b: Tensor, out: Tensor, *rest: Any) -> None:
-            *given, alpha, beta = rest
-            if is_conj:
-                a, b = (a, b.conj()) if is_first else (a.conj(), b)
-            with torch_products(a, self.precision):
-                product(a, b, out, Epilogue(alpha, beta, given[0] if given else None))
+def _add_product(
+    build: Builder, tensors: tuple[Tensor, Tensor, Tensor], z: Tensor | None, scale: Scale, is_conj: bool, precision: str
+) -> None:
+    """Add the product of a mode's x and its factor, into out, the third of these tensors."""
+    x, factor, out = tensors
+    alpha = scale.alpha if isinstance(scale.alpha, Scalar) else 1.0
+    beta = scale.beta if isinstance(scale.beta, Scalar) else 0.0
+    is_first = x.shape[3] == 1  # x, of the product's operands
 
-        is_plain = z is None and scale.is_one and not is_conj and not has_precisions(x.dtype)
-        for operands in mode_products(x, factor, out, *([] if z is None else [z])):
-            if is_plain:
-                build.call(product, operands)
-            else:
-                build.call(run, operands, scalars=(alpha, beta))
+    def run(a: Tensor, b: Tensor, out: Tensor, *rest: Any) -> None:
+        *given, alpha, beta = rest
+        if is_conj:
+            a, b = (a, b.conj()) if is_first else (a.conj(), b)
+        with torch_products(a, precision):
+            product(a, b, out, Epilogue(alpha, beta, given[0] if given else None))
+
+    is_plain = z is None and scale.is_one and not is_conj and not has_precisions(x.dtype)
+    for operands in mode_products(x, factor, out, *([] if z is None else [z])):
+        if is_plain:
+            build.call(product, operands)
+        else:
+            build.call(run, operands, scalars=(alpha, beta))
+
+
+def add_gemm_step(
+    build: Builder, problem: LaunchProblem, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale
+) -> Tensor:
+    """Add the last mode, with nothing after it, times a factor that all rows share, plus z, by the main loop of linear layers.
+
+    Torch's product would copy z first. Arguments are those of `problem.add_launch`.
+    """
+    y = build.empty(problem.result_shape, x.dtype) if y is None else y
+    factor = factors[problem.launch.start][0]
+    p, q = factor.shape
+    rows, side = build.reshape(x, (-1, p)), build.reshape(cast("Tensor", z), (-1, q))  # z is why this step was chosen
+    add_gemm(build, rows, factor.mT, None, _GEMM, y.view(-1, q), side=side, scalars=(scale.alpha, scale.beta))
+    return y
 
 
 def _new_product(build: Builder, a: Tensor, b: Tensor, alpha: Scalar | int) -> Tensor:
@@ -255,30 +257,3 @@ def _add_copy(build: Builder, x: Tensor, y: Tensor, z: Tensor | None = None, sca
     tiles = math.ceil(count / block_n) * math.ceil(sizes[0] / block_i) * math.ceil(sizes[1] / block_j)
     launcher = Launcher([LaunchConfig(_copy_matrices_kernel, (groups * tiles,), arguments)])
     build.launch(launcher, (x, addend, y), (scale.alpha, scale.beta))
-
-
-class GemmStep(NamedTuple):
-    """The last mode of x, with nothing after it, times a factor that all rows share, plus z, by the main loop of linear layers.
-
-    Torch's product would copy z first.
-
-    Attributes:
-        start: its factor.
-        stop: one past it.
-        shape: of its result.
-        fell_back: as of a `MultiplyLaunch`.
-    """
-
-    start: int
-    stop: int
-    shape: tuple[int, int, int, int]
-    fell_back: bool = False
-
-    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale) -> Tensor:
-        """Add it to a program, from x to y, or to new memory; return the result."""
-        y = build.empty(self.shape, x.dtype) if y is None else y
-        factor = factors[self.start][0]
-        p, q = factor.shape
-        rows, side = build.reshape(x, (-1, p)), build.reshape(cast("Tensor", z), (-1, q))  # z is why this step was chosen
-        add_gemm(build, rows, factor.mT, None, _GEMM, y.view(-1, q), side=side, scalars=(scale.alpha, scale.beta))
-        return y

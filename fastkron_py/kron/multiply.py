@@ -9,17 +9,16 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import torch_backend, torch_small
-from fastkron_py.kron.canonical import Canonical, canonical
+from fastkron_py.kron import torch_backend, torch_steps
+from fastkron_py.kron.canonical import PLAIN, Canonical, Scale, add_scaling, canonical
+from fastkron_py.kron.checks import result_shape
 from fastkron_py.kron.plan.torch_plan import Problem, differentiable_plan
-from fastkron_py.kron.scale import PLAIN, Scale, add_scaling
-from fastkron_py.kron.shapes import result_shape
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Scalar, bits
-from fastkron_py.tiling.cpu_products import has_onednn, matrix_product, threads
+from fastkron_py.tiling.torch_products import has_onednn, matrix_product, threads
 
 _ALPHA, _BETA = Scalar(0), Scalar(1)
 _ONE: Final = bits(1.0)
@@ -87,14 +86,16 @@ class Multiply(NamedTuple):
                 build.call(_write, (out, y))
             return y, None
         from fastkron_py.kron.forward import add_multiply
-        from fastkron_py.kron.saved_intermediate import add_multiply_saving, halves_of
 
         precision = resolved(self.precision)
         problem = canonical(x, self.factors, self.left, build.reshape)
         z4 = None if z is None else problem.pack(z.expand(self.result_shape(x)))
-        halves = halves_of(problem, build.device) if saves else None
-        if halves is not None:
-            return add_multiply_saving(build, problem, halves, precision, self.scale, z4)
+        if saves:
+            from fastkron_py.kron.saved_intermediate import add_multiply_saving, halves_of
+
+            halves = halves_of(problem, build.device)
+            if halves is not None:
+                return add_multiply_saving(build, problem, halves, precision, self.scale, z4)
         out4 = None if out is None else problem.pack(out)
         return add_multiply(build, problem.x, problem.factors, precision, self.scale, z4, out4), None
 
@@ -116,8 +117,8 @@ class Multiply(NamedTuple):
             y, _ = self.add(build, x, None)
             add_scaling(build, y.view(shape), z, Tensor.div_ if divides else Tensor.mul_)
             return y
-        from fastkron_py.kron.epilogues import OVER, TIMES
         from fastkron_py.kron.forward import add_multiply
+        from fastkron_py.kron.kernels.epilogues import OVER, TIMES
 
         problem = canonical(x, self.factors, self.left, build.reshape)
         epilogue = OVER if divides else TIMES
@@ -261,15 +262,15 @@ def small_product(
     count, (rows, columns) = len(factors), (1, x.shape[1]) if left else (x.shape[0], 1)
     shapes = tuple([(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors])
     problem = Problem(shapes, rows, columns, 1, max(4, x.element_size()), backward, has_onednn(like), threads(like))
-    in_half = torch_small.takes_bfloat16(problem, like)
+    in_half = torch_steps.takes_bfloat16(problem, like)
     is_mixed = any([f.dtype != x.dtype for f in factors])
     problem = problem._replace(itemsize=2) if in_half else problem
     is_one_product = count == 1 and not backward and x.element_size() >= 4  # whose result is all the memory that it takes
-    if not (is_one_product or torch_small.is_small(problem)):
+    if not (is_one_product or torch_steps.is_small(problem)):
         return None
     dtype = torch.float32 if x.dtype in HALF_DTYPES and not in_half else x.dtype
-    small = torch_small.Small(differentiable_plan(problem).steps, shape, rows, columns, dtype, left)
-    multiply_small = torch_small.small_multiply(small, count)
+    small = torch_steps.Small(differentiable_plan(problem).steps, shape, rows, columns, dtype, left)
+    multiply_small = torch_steps.small_multiply(small, count)
 
     def multiply(x: Tensor, *given: Any) -> Tensor:
         factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
@@ -280,7 +281,7 @@ def small_product(
         with torch_products(x, precision):
             return multiply_small(x, factors, z[0] if z else None, alpha, beta)
 
-    return multiply if in_half else torch_small.in_float32(multiply, x.dtype)
+    return multiply if in_half else torch_steps.in_float32(multiply, x.dtype)
 
 
 def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:

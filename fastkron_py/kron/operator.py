@@ -13,13 +13,71 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fastkron_py.kron import batching, derivatives, program
+from fastkron_py.kron import derivatives
+from fastkron_py.kron.checks import result_shape
 from fastkron_py.kron.derivatives import Calls
-from fastkron_py.kron.multiply import wanted
-from fastkron_py.kron.shapes import result_shape
+from fastkron_py.kron.kron_plan import families
+from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_of, small_product, wanted
+from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.operator import DY, GradientCall, Operator, Saved
+from fastkron_py.runtime.program import Program
+
+# ---- their programs --------------------------------------------------------------------------------
+
+
+def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = False) -> Program:
+    """The program of `fastkron::kron_matmul`: x, the factors and z; alpha, beta, precision, backend and left.
+
+    With saves it returns an intermediate too, for the backward pass, where one is saved.
+    """
+    alpha, beta, precision, backend, left = options
+    build = Builder(tensors)
+    x, *factors, z = build.inputs
+    backend, z = backend_of(backend, tensors[0]), None if beta == 0 else z
+    operands = [cast(build, f, x.dtype) for f in factors] if backend == "triton" else factors
+    call = Multiply(operands, backend, precision, left, scale_of(alpha, z is not None))
+    y, between = call.add(build, x, z, saves)
+    shape = call.result_shape(x)
+    if between is not None:
+        return build.program([y, between], [shape, between.shape], saved=1)
+    # A backward pass under autocast would round the products of float32 factors that autograd differentiates.
+    is_plain = backend == "torch" and precision is None and (z is not None or tensors[-1] is None)
+    may_differentiate = is_plain and x.numel() and y.numel() and all([f.dtype == x.dtype for f in factors])
+    differentiable = small_product(build, x, factors, precision, left, backward=True) if may_differentiate else None
+    return build.program([y], [shape], differentiable=differentiable, saving=_saving if backend == "triton" and not saves else None)
+
+
+def _saving(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program | None:
+    """The program that returns an intermediate too; None if none is saved."""
+    made = forward(tensors, options, saves=True)
+    return made if made.saved else None
+
+
+def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """The program of `fastkron::kron_matmul_backward`.
+
+    Tensors are dy, x, the factors and the intermediate that was saved; options the gradients needed, alpha, precision, backend and left.
+    """
+    need_x, need_factors, alpha, precision, backend, left = options
+    build = Builder(tensors)
+    dy, x, *factors, between = build.inputs
+    results = [describe(t.shape, t.dtype) for t in wanted(x, factors, need_x, need_factors)]
+    if not results:
+        return build.program([])
+    backend = "torch" if dy.numel() == 0 else backend_of(backend, tensors[1])
+    operands = [cast(build, f, x.dtype) for f in factors] if backend == "triton" else factors
+    dtype = torch.float32 if torch.float32 in [f.dtype for f in factors] else x.dtype
+    call = Multiply(operands, backend, precision, left, scale_of(alpha, False))
+    with families():  # any of them: autograd's threads would not know those of a forward pass
+        made = call.add_gradients(build, dy, x, (need_x, *need_factors), dtype, between)
+    found = [fitted(build, gradient, r) for gradient, r in zip(made, results, strict=True)]
+    return build.program(found, [r.shape for r in results])
+
+
+# ---- the operators ---------------------------------------------------------------------------------
 
 
 def _fake(x: Tensor, factors: Sequence[Tensor], z: Any, alpha: float, beta: float, precision: Any, backend: str, left: bool) -> Tensor:
@@ -61,7 +119,7 @@ def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Tensor | None:
 
 def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
     x, *factors, z = tensors
-    return batching.vmap_multiply(CALLS, (dims[0], dims[1:-1], dims[-1]), x, factors, z, *options)
+    return derivatives.vmap_multiply(CALLS, (dims[0], dims[1:-1], dims[-1]), x, factors, z, *options)
 
 
 def _fake_backward(
@@ -97,12 +155,12 @@ def _jvp_second(saved: Saved, tangents: Sequence[Tensor | None]) -> list[Tensor 
 
 def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
     dy, x, *factors, _ = tensors
-    return batching.vmap_gradients(CALLS, size, (*dims[:2], dims[2:-1]), dy, x, factors, *options)
+    return derivatives.vmap_gradients(CALLS, size, (*dims[:2], dims[2:-1]), dy, x, factors, *options)
 
 
 kron_matmul = Operator(
     "kron_matmul(Tensor x, Tensor[] factors, Tensor? z, float alpha, float beta, str? precision, str backend, bool left) -> Tensor",
-    program=program.forward,
+    program=forward,
     fake=_fake,
     backward=_backward,
     gradient_call=_gradient_call,
@@ -114,7 +172,7 @@ kron_matmul = Operator(
 kron_matmul_backward = Operator(
     "kron_matmul_backward(Tensor dy, Tensor x, Tensor[] factors, Tensor? between, bool need_x, bool[] need_factors, float alpha, "
     "str? precision, str backend, bool left) -> Tensor[]",
-    program=program.gradients,
+    program=gradients,
     fake=_fake_backward,
     backward=_backward_second,
     jvp=_jvp_second,

@@ -1,231 +1,319 @@
-"""The plan of a product, to be read, printed and forced: `kron_plan` and `families`."""
+"""The plan of a Kronecker multiply: which neighbouring factors are formed, which steps share a launch, in which order, by which family.
+
+A *step* multiplies one mode, of one factor or of several neighbours that are formed (their product is a Kronecker product again). A
+*launch* runs one step or a chain of them over a tile that stays on chip. Families of kernels make offers for neighbours (`plans`), a
+dynamic program takes those of least modelled time, and a launch of one factor then passes to torch's products, or to Hopper's kernel for
+large factors, if their models of seconds are shorter (`choose`). Launches that run through all factors from the last to the first move
+their modes to the front, which reads whole runs of memory and leaves them in order at the end; others multiply in place.
+
+Everything is closed-form: no timing, no device, no Triton.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import permutations
+from typing import Final, NamedTuple
 
-import torch
-from torch import Tensor
+from fastkron_py.kron.families import asked, family_of, fragments, most_elements, offers, tile, torch_products, wgmma
+from fastkron_py.kron.plan.steps import Launch
+from fastkron_py.kron.problem import Candidate, Mode, Problem, Segment
+from fastkron_py.runtime.errors import value_error
+from fastkron_py.runtime.gpu import SECTOR_BYTES
 
-from fastkron_py.kron.canonical import canonical
-from fastkron_py.kron.checks import check_problem, check_tensors, factor_list
-from fastkron_py.runtime.backend import families_in_force, triton_obstacle
-from fastkron_py.runtime.checks import DTYPES, check_integer
-from fastkron_py.runtime.errors import type_error, type_name, value_error
-from fastkron_py.runtime.gpu import NAMED
+# Neighbours are formed up to this width, in real numbers: beyond it the extra FLOPs cost more than a step.
+MERGE_WIDTH: Final = 64
+# Widths up to which complex ones are; each gives a candidate. Gates of a circuit are narrow and many.
+COMPLEX_MERGES: Final = (16, 32, 64)
 
-if TYPE_CHECKING:
-    from fastkron_py.kron.forward import ChosenLaunch
-    from fastkron_py.kron.plan.steps import Candidate, PlanProblem
+MOST_ORDERED: Final = 4  # launches, whose orders are compared
+WORTH_ORDERING: Final = 0.95  # of the modelled time of the plan's order,
+WORTH_ORDERING_RUNS: Final = 0.85  # and where short runs are avoided, whose time is less certain
+
+# Factors wider than this, on either side, choose among the algorithms of `multiply_times`. A factor that is the only one does from the
+# second width on, in half precision and float64, where torch's products are faster.
+WIDE: Final = 64
+ALONE: Final = 32
+# Of the register-resident kernel's time, which another algorithm has to beat: if all launches are kernels, they read whole runs of memory.
+_WORTH: Final = 0.75
+_WORTH_ALONE: Final = 0.85  # the same of rows by one factor, which torch's products read in whole runs as well
 
 
-@contextlib.contextmanager
-def families(*names: str) -> Iterator[None]:
-    """Multiply by these families of kernels only, inside a ``with`` block, in this thread (and asyncio task).
+# ---- which launches ----------------------------------------------------------------------------------------------------------
 
-    It is for comparisons: the default takes what is fastest. It holds for products on one GPU by Triton's backend, but not for gradients,
-    and not for products of `fastkron_py.distributed`. A product that the families cannot multiply raises a ValueError that says why each
-    of them cannot. `kron_plan` prints the families that a product takes.
 
-    Args:
-        names: of families: ``"tile"`` (Triton's kernels for any factors), ``"fragments"``, ``"slice_pair"``, ``"whole_row"``,
-            ``"small_factors"``, ``"wgmma"`` (fused kernels, and one for large factors, of Hopper GPUs), ``"torch_products"``; all of
-            them without a name.
+def widths_of(problem: Problem) -> tuple[int, ...]:
+    """The widths, in real numbers, up to which neighbours are formed, outside of the register-resident kernel."""
+    return COMPLEX_MERGES if problem.parts > 1 else (MERGE_WIDTH,)
+
+
+def segment_of(problem: Problem, start: int, stop: int, widths: tuple[int, ...], in_place: bool) -> Segment:
+    """Neighbours start to stop of the factors that are multiplied."""
+    shapes = problem.shapes
+    ps, qs = tuple([p for p, _ in shapes[start:stop]]), tuple([q for _, q in shapes[start:stop]])
+    ahead, behind = math.prod([p for p, _ in shapes[:start]]), math.prod([q for _, q in shapes[stop:]])
+    is_last = stop == len(shapes) and problem.after == 1
+    return Segment(problem, ps, qs, ahead, behind, start == 0, is_last, widths, in_place)
+
+
+def _refusal(problem: Problem) -> ValueError:
+    """The error that says why the families that may make offers cannot multiply: of the first factors that none of them reaches."""
+    for stop in range(1, 1 + len(problem.shapes)):
+        segments = [segment_of(problem, start, stop, widths_of(problem), bool(problem.half)) for start in range(stop)]
+        found = [offers(segment) for segment in segments]
+        if all([isinstance(offer, str) for made in found for offer in made.values()]):
+            break
+    reasons = [f"{name} {reason}" for name, reason in found[0].items() if isinstance(reason, str)]
+    return value_error("families", f"some that multiply factors {[*problem.shapes]}", "; ".join(reasons) or problem.families)
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: Problem) -> tuple[Launch, ...]:
+    """Split factors into launches, in the order in which they run: the first of `plans`.
 
     Raises:
-        TypeError: a name is not a string.
-        ValueError: an unknown name.
-
-    Example:
-        >>> with fastkron_py.families("tile"):
-        ...     y = fastkron_py.kron_matmul(torch.ones(3, 6), [torch.eye(2), torch.eye(3)])
+        ValueError: the families that are asked for cannot multiply the factors.
     """
-    from fastkron_py.kron.families.registry import BY_NAME
-
-    for name in names:
-        if not isinstance(name, str):
-            raise type_error("names", "names of families", type_name(name))
-        if name not in BY_NAME:
-            raise value_error("names", f"some of {', '.join(BY_NAME)}", repr(name))
-    token = families_in_force.set(names)
-    try:
-        yield
-    finally:
-        families_in_force.reset(token)
+    return plans(problem)[0][1]
 
 
-class PlannedLaunch(NamedTuple):
-    """A launch of a plan.
+def plans(problem: Problem, keep: int = 1, widths: Sequence[int] = ()) -> list[tuple[float, tuple[Launch, ...]]]:
+    """The plans of least modelled time, the best first, each with that time in units of moving one element once.
 
-    Attributes:
-        start: its first factor.
-        stop: one past its last factor.
-        steps: rows and columns of each step's matrix: a factor, or several that are multiplied out.
-        family: whose kernel it is.
-        share: of the plan's modelled cost.
-        others: for other families, how many times this launch's modelled cost theirs is, or why they do not take its factors.
+    In half precision of launches that leave modes in place, the last of which may hold whole slices, and of those that move modes to the
+    front. Shrinking launches run first, since modes are multiplied in place and any order is right.
+
+    Args:
+        problem: the multiply, of factors that are not empty.
+        keep: how many plans, for every prefix of the factors too.
+        widths: in real numbers, up to which neighbours may be formed, outside of the register-resident kernel; none for those of the
+            closed form.
+
+    Raises:
+        ValueError: as `plan`.
     """
+    tried = tuple(widths) or widths_of(problem)
+    found = [planned for in_place in sorted({False, bool(problem.half)}) for planned in _search(problem, keep, tried, in_place)]
+    if not found:
+        raise _refusal(problem)
+    best = sorted(found, key=lambda c: (c[0], len(c[1])))[:keep]
+    return [(cost, tuple(sorted(reversed(launches), key=lambda launch: launch.q / launch.p))) for cost, launches in best]
 
-    start: int
-    stop: int
-    steps: tuple[tuple[int, int], ...]
-    family: str
-    share: float
-    others: dict[str, float | str]
 
-    def __str__(self) -> str:
-        """Return a row of the plan's table."""
-        steps = ", ".join([f"{p}" if p == q else f"{p}x{q}" for p, q in self.steps])
-        others = ", ".join([f"{name} {value:.2f}x" for name, value in self.others.items() if not isinstance(value, str)])
-        return f"{f'{self.start}:{self.stop}':9}{steps:24} {self.family:16}{self.share:5.0%}  {others}".rstrip()
+def _search(problem: Problem, keep: int, widths: tuple[int, ...], in_place: bool) -> list[tuple[float, tuple[Launch, ...]]]:
+    """Plans by dynamic programming over segments of neighbours, each with its modelled time."""
+    able = [family for family in asked(problem) if family.refusal(problem) is None]
+    overhead, widest = problem.launch_cost, most_elements(problem)
+    best: list[list[tuple[float, tuple[tuple[int, Launch], ...]]]] = [[(0.0, ())]]
+    for stop in range(1, 1 + len(problem.shapes)):
+        found = []
+        for start in range(stop - 1, -1, -1):
+            segment, legal = segment_of(problem, start, stop, widths, in_place), list[Candidate]()
+            for family in able:
+                offer = family.candidates(segment)
+                legal += [] if isinstance(offer, str) else offer
+            if not legal and math.prod(segment.ps) * math.prod(segment.qs) > widest**2:
+                break  # wider than any tile, on one side at least, and longer segments only more so
+            for cost, launch in legal:
+                found += [(earlier + cost + overhead, (*launches, (start, launch))) for earlier, launches in best[start]]
+        best.append(sorted(found, key=lambda c: (c[0], len(c[1])))[:keep])
+    return [(cost, tuple([launch.shifted(problem.start + start) for start, launch in launches])) for cost, launches in best[-1]]
+
+
+# ---- where modes stand ---------------------------------------------------------------------------------------------------------
+
+
+class InBlocks(NamedTuple):
+    """Whether a product reads its operand in blocks of columns that lie apart, and whether it writes its result so."""
+
+    reads: bool
+    writes: bool
+
+
+IN_WHOLE: Final = InBlocks(False, False)
+
+
+class Place(NamedTuple):
+    """The numbers of elements before and after a launch's modes when it runs."""
+
+    before: int
+    after: int
+
+
+def transposes(launches: Sequence[Launch], count: int, columns: int) -> bool:
+    """Whether launches move their modes to the front: they do if they run through all of count factors from the last to the first.
+
+    Families that hold whole slices, and torch's products, leave modes in place.
+    """
+    for launch in launches:
+        if launch.stop != count or not family_of(launch).moves_to_front:
+            return False
+        count = launch.start
+    return count == 0 and columns == 1
+
+
+def places(launches: Sequence[Launch], sizes: Sequence[int], columns: int, transposed: bool) -> list[Place]:
+    """The place of each launch, in the order in which they run, from the current width of every mode."""
+    widths, found = list(sizes), []
+    for launch in launches:
+        before, after = math.prod(widths[: launch.start]), math.prod(widths[launch.stop :]) * columns
+        found.append(Place(before * after, 1) if transposed else Place(before, after))
+        widths[launch.start : launch.stop] = [launch.q] + [1] * (launch.stop - launch.start - 1)
+    return found
+
+
+def _in_order(problem: Problem, launches: Sequence[Launch]) -> list[Launch]:
+    """The launches in the order of least time, where the plan's order may cost much; others as they are planned.
+
+    The plan has those first that narrow most, which moves the fewest elements. Torch's products in float64 are bound by their
+    operations, and some take longer where another mode stands. The kernel for Hopper, which takes float32, does not show it. With few
+    columns, a launch of the last modes writes runs that are shorter than a sector, so that it should write few.
+    """
+    is_wide_alone = all([launch.stop - launch.start == 1 and min(launch.p, launch.q) > WIDE for launch in launches])
+    columns = problem.shape[3]
+    has_short_runs = columns > 1 and columns * problem.dtype.itemsize < SECTOR_BYTES
+    is_double = problem.itemsize == 8 and is_wide_alone
+    if not ((is_double or has_short_runs) and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for launch in launches])):
+        return list(launches)
+    has_wgmma = _has_wgmma(problem)
+
+    def seconds(order: Iterable[Launch]) -> float:
+        total = 0.0
+        for launch, place in zip(order, places(list(order), problem.sizes, columns, False), strict=True):
+            mode = problem.mode(*place, launch.p, launch.q)
+            if launch.family == fragments.name:
+                total += fragments.chained_seconds(mode)
+            else:
+                total += multiply_seconds(mode, has_wgmma) if is_wide(launch.p, launch.q) else tile.looped_seconds(mode)
+        return total
+
+    best = list(min(permutations(launches), key=seconds))
+    worth = WORTH_ORDERING if is_double else WORTH_ORDERING_RUNS
+    return best if seconds(best) < worth * seconds(launches) else list(launches)
+
+
+# ---- which family multiplies one mode ------------------------------------------------------------------------------------------
+
+
+def is_wide(p: int, q: int) -> bool:
+    """Whether a factor is wide."""
+    return max(p, q) > WIDE
+
+
+def _has_wgmma(problem: Problem) -> bool:
+    """Whether Hopper's kernel for large factors may multiply."""
+    return wgmma.takes(problem.dtype, problem.gpu) and problem.allows(wgmma.name)
+
+
+def has_choice(mode: Mode, is_alone: bool, family: str = tile.name, families: Sequence[str] = ()) -> bool:
+    """Whether a multiply chooses among the algorithms.
+
+    Args:
+        mode: the multiply.
+        is_alone: it is of one factor.
+        family: that planned it.
+        families: that may multiply; none for all.
+    """
+    if family == torch_products.name:
+        return True
+    if family == wgmma.name or (families and torch_products.name not in families):
+        return False
+    widest = max(mode.p, mode.q)
+    if widest > WIDE or widest <= ALONE:
+        return widest > WIDE
+    if family != fragments.name and mode.traffic() < tile.LEAST.get(mode.itemsize, 0.0):
+        return True
+    return is_alone and (mode.itemsize == 8 or (mode.itemsize == 2 and mode.after == 1))
+
+
+def multiply_times(mode: Mode, has_wgmma: bool, family: str = tile.name, is_alone: bool = False) -> dict[str, float]:
+    """Seconds of each algorithm that multiplies a mode: "chained", "wgmma", "looped", or one of torch's products.
+
+    Args:
+        mode: the multiply.
+        has_wgmma: whether the kernel for Hopper may be used.
+        family: that planned it; the register-resident kernel in place of Hopper's for large factors and of the plain one.
+        is_alone: whether there is no other launch.
+    """
+    times = {}
+    if family == fragments.name:
+        times["chained"] = (_WORTH_ALONE if is_alone and mode.after == 1 else _WORTH) * fragments.chained_seconds(mode)
+    elif family != torch_products.name:
+        times["looped"] = tile.looped_seconds(mode)
+        if has_wgmma:
+            times["wgmma"], _ = wgmma.multiply_config(mode)
+    return times | torch_products.multiply_times(mode)
+
+
+def best_algorithm(mode: Mode, has_wgmma: bool, family: str = tile.name, is_alone: bool = False) -> str:
+    """The fastest of `multiply_times`, whose arguments are the same."""
+    times = multiply_times(mode, has_wgmma, family, is_alone)
+    return min(times, key=times.__getitem__)
+
+
+@lru_cache(maxsize=4096)
+def multiply_seconds(mode: Mode, has_wgmma: bool) -> float:
+    """The least of `multiply_times`."""
+    return min(multiply_times(mode, has_wgmma).values())
+
+
+def _by_torch(problem: Problem, launch: Launch, place: Place, is_final: bool) -> Launch:
+    """The launch by torch's products, with their algorithm, if they are faster, else as it is planned; the final one adds z."""
+    mode = problem.mode(*place, launch.p, launch.q)._replace(adds=is_final and problem.z is not None)
+    is_alone = problem.stop - problem.start == 1
+    if launch.stop - launch.start > 1 or not has_choice(mode, is_alone, launch.family, problem.families):
+        return launch
+    has_wgmma = _has_wgmma(problem)
+    found = best_algorithm(mode, has_wgmma, launch.family, is_alone)
+    if found == "gemm" and problem.epilogue is not None and problem.epilogue.scales_by is not None:  # it can add z only
+        found = best_algorithm(mode._replace(adds=False), has_wgmma, launch.family, is_alone)
+    return replace(launch, family=torch_products.name, config=found) if found in torch_products.ALGORITHMS else launch
+
+
+def by_wgmma(problem: Problem, launch: Launch, mode: Mode) -> Launch:
+    """The launch by Hopper's kernel for large factors, if it is faster than the plain one that is planned."""
+    is_large = launch.stop - launch.start == 1 and is_wide(launch.p, launch.q)
+    if launch.family != tile.name or not is_large or not _has_wgmma(problem):
+        return launch
+    return replace(launch, family=wgmma.name) if wgmma.multiply_config(mode)[0] < tile.looped_seconds(mode) else launch
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------------------
 
 
 class Plan(NamedTuple):
-    """The launches of a product, in the order in which they run. It prints as a table.
+    """The launches of a multiply in the order in which they run, where their modes stand, and whether they move them to the front."""
 
-    Attributes:
-        problem: what is multiplied, in words.
-        launches: see `PlannedLaunch`.
-        moves_to_front: each launch stores its modes ahead of all others; else modes stay in place.
-    """
-
-    problem: str
-    launches: tuple[PlannedLaunch, ...]
-    moves_to_front: bool
-
-    def __str__(self) -> str:
-        """Return the table, and what was in the way of families without an offer."""
-        how = "modes are moved to the front" if self.moves_to_front else "modes stay in place"
-        head = f"{'factors':9}{'steps':24} {'family':16}share  other families, by modelled cost"
-        reasons = [f"{name} {why}" for launch in self.launches for name, why in launch.others.items() if isinstance(why, str)]
-        return "\n".join([f"{self.problem}; {how}", head, *map(str, self.launches), *dict.fromkeys(reasons)])
+    launches: list[Launch]
+    places: list[Place]
+    transposed: bool
 
 
-def kron_plan(
-    x: Tensor | Sequence[int],
-    factors: Sequence[Tensor | Sequence[int]],
-    *,
-    gradients: bool = False,
-    left: bool = False,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Plan:
-    """Return the plan of `kron_matmul` (left: `kron_matmul_left`): which launches multiply which factors, and what other families offered.
-
-    Nothing is multiplied, and no GPU is needed, but Triton. The modelled costs are what the planner compares: they are in proportion to
-    time for one problem, but are no seconds. A launch of one mode may pass to Hopper's kernel for large factors, or to torch's products,
-    after it is planned; its cost is then that of the family that planned it. Tuned choices are not looked up.
+def choose(problem: Problem, tuned: Sequence[Launch] = ()) -> Plan:
+    """The plan of a multiply.
 
     Args:
-        x: ``[*batch, M, K]`` (left: ``[*batch, K, M]``), or its shape.
-        factors: each ``[*batch, P_i, Q_i]``, or its shape.
-        gradients: of the backward pass; not there yet.
-        left: the factors stand on the left of x.
-        device: the GPU; its name ("A100", "H100", "H200", "B200", "RTX 3090", "RTX 4090", "RTX 5090", "MI300X") for a plan without one;
-            by default x's device, or for shapes the current GPU.
-        dtype: of shapes; torch's default if None.
+        problem: the multiply.
+        tuned: launches that a search has found, by the families that they name; none for those of least modelled time.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: shapes that do not chain, an empty product, a device on which torch multiplies, or `gradients`.
-
-    Example:
-        >>> plan = fastkron_py.kron_plan((1024, 4096), [(64, 64), (64, 64)], device="H100")
-        >>> [launch.family for launch in plan.launches]
-        ['fragments']
+        ValueError: as `plan`.
     """
-    if gradients:
-        raise value_error("gradients", "False: plans of backward passes cannot be printed yet", gradients)
-    given = [_on_meta("x", x, dtype), *[_on_meta(f"factors[{i}]", f, dtype) for i, f in enumerate(factor_list(factors))]]
-    check_tensors(given[0], given[1:], None, ("x", "factors", "z"))
-    shape = check_problem(given[0], given[1:], 0, None, left, ("x", "factors", "z"))
-    if math.prod(shape) == 0 or given[0].numel() == 0:
-        raise value_error("x", "a product that is not empty", f"a result of shape {shape}")
-    return _plan(given[0], given[1:], left, *_device(x, device))
-
-
-def _on_meta(name: str, given: Any, dtype: torch.dtype | None) -> Tensor:
-    """A tensor without memory, of a tensor's strides or of a shape."""
-    if isinstance(given, Tensor):
-        if dtype is not None:
-            raise type_error("dtype", f"None, since {name} is a tensor and has its own", dtype)
-        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise type_error(name, "a torch tensor, or a shape", type_name(given))
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    if dtype not in DTYPES:
-        raise type_error("dtype", "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
-    return torch.empty([check_integer(name, n, "a torch tensor, or a shape") for n in given], dtype=dtype, device="meta")
-
-
-def _device(x: Any, device: Any) -> tuple[torch.device, str]:
-    """The device that is planned for, and its name."""
-    if isinstance(device, str) and device in NAMED:
-        from fastkron_py.runtime.device import absent
-
-        return absent(device), device
-    if device is None:
-        device = x.device if isinstance(x, Tensor) else "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise value_error("device", f"a GPU, or one of {', '.join(NAMED)}", repr(device)) from None
-    obstacle = "nothing is multiplied there" if found.type == "meta" else triton_obstacle(torch.empty(0, device=found))
-    if obstacle is not None:
-        raise value_error("device", f"a GPU, or the name of one ({', '.join(NAMED)})", f"{found}, where torch multiplies: {obstacle}")
-    return found, str(found)
-
-
-def _plan(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device, device_name: str) -> Plan:
-    from fastkron_py.kron import forward
-    from fastkron_py.runtime.precision import resolved
-
-    x = x.unsqueeze(-1 if left else 0) if x.ndim == 1 else x
-    problem = canonical(x, factors, left)
-    x4 = problem.x if forward.is_mergeable(problem.x) else problem.x.contiguous()
-    multiply = forward.multiply_problem(x4, problem.factors, device, resolved(None))._replace(families=families_in_force.get())
-    multiply = forward.with_whole_rows(multiply, lambda: True)
-    chosen = forward.choose_launches(multiply, None)
-    sizes = " x ".join([f"{f.shape[1]}" if f.shape[1] == f.shape[2] else f"({f.shape[1]}x{f.shape[2]})" for f in problem.factors])
-    text = f"x {list(x.shape)} {'on the right of' if left else 'times'} {sizes}, {str(x.dtype).removeprefix('torch.')}, {device_name}"
-    return Plan(text, _rows(chosen, multiply.factor_shapes, forward.plan_problem(multiply)), any([c.problem.transposed for c in chosen]))
-
-
-def _priced(offer: list[Candidate] | str) -> list[Candidate]:
-    return [] if isinstance(offer, str) else offer
-
-
-def _rows(chosen: Sequence[ChosenLaunch], shapes: Sequence[Sequence[int]], problem: PlanProblem) -> tuple[PlannedLaunch, ...]:
-    """The rows of a plan: for each launch its family's offer and those of all others."""
-    from fastkron_py.kron.plan.plan import offers, widths_of
-    from fastkron_py.kron.plan.steps import Segment
-
-    ps, qs = (tuple([s[i] for s in shapes]) for i in (-2, -1))
-    costs, all_others = list[float](), list[dict[str, float | str]]()
-    for launch in [c.problem.launch for c in chosen]:
-        places = (False, True) if problem.half else (False,)
-        found = [offers(Segment(ps, qs, launch.start, launch.stop, problem, widths_of(problem), in_place)) for in_place in places]
-        own = [cost for made in found for cost, other in _priced(made[launch.family]) if other == launch]
-        costs.append(min(own) + problem.launch_cost)
-        others = dict[str, float | str]()
-        for name, last in found[-1].items():
-            bids = [cost + problem.launch_cost for made in found for cost, _ in _priced(made[name])]
-            others[name] = min(bids) / costs[-1] if bids else str(last)
-        all_others.append(others)
-    total = sum(costs)
-    return tuple(
-        [
-            PlannedLaunch(
-                c.problem.launch.start,
-                c.problem.launch.stop,
-                tuple([(s.p, s.q) for s in c.problem.launch.steps]),
-                c.family,
-                cost / total,
-                {name: value for name, value in others.items() if name not in (c.family, c.problem.launch.family)},
-            )
-            for c, cost, others in zip(chosen, costs, all_others, strict=True)
-        ]
-    )
+    count, columns = len(problem.factor_shapes), problem.shape[3]
+    launches = list(tuned) or _in_order(problem, plan(problem))
+    if problem.z is not None and problem.z.column is not None:  # the last modes last: see `Rows`
+        launches.sort(key=lambda launch: launch.start)
+    in_place = zip(launches, places(launches, problem.sizes, columns, False), strict=True)
+    launches = [
+        _by_torch(problem, launch, place, launch is launches[-1]) if not tuned or launch.family == torch_products.name else launch
+        for launch, place in in_place
+    ]
+    transposed = transposes(launches, count, columns)
+    found = places(launches, problem.sizes, columns, transposed)
+    if not tuned:
+        pairs = zip(launches, found, strict=True)
+        launches = [by_wgmma(problem, launch, problem.mode(*place, launch.p, launch.q)) for launch, place in pairs]
+    return Plan(launches, found, transposed)

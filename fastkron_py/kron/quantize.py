@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.checks import check_tensors, factor_list
-from fastkron_py.kron.quantize_program import INT4, LARGEST, STORED, program, values_shape
-from fastkron_py.kron.shapes import result_shape
-from fastkron_py.runtime.autocast import autocasted
-from fastkron_py.runtime.backend import requested_backend
-from fastkron_py.runtime.checks import check_precision, check_scalar
+from fastkron_py.kron import torch_backend
+from fastkron_py.kron.canonical import Canonical, canonical
+from fastkron_py.kron.checks import check_tensors, factor_list, result_shape
+from fastkron_py.kron.families import slice_pair
+from fastkron_py.kron.plan.steps import Launch
+from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.backend import choose_backend, is_interpreting, requested_backend
+from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.checks import HALF_DTYPES, check_precision, check_scalar
 from fastkron_py.runtime.errors import type_error, value_error
+from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.operator import Operator
+from fastkron_py.runtime.precision import autocasted, resolved, torch_products
+from fastkron_py.runtime.program import Program, Scalar, bits
 
-_MATRIX = 2  # dimensions
-_NIBBLE = 4  # bits
+if TYPE_CHECKING:
+    from fastkron_py.runtime.launch import Launcher
+
+INT4: Final = "int4"
+LARGEST: Final = {"int8": 127, "float8_e4m3fn": 448, INT4: 7}
+"""The largest number of each format; the smallest one in use is its negative."""
+STORED: Final = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn, INT4: torch.uint8}
+
+_MATRIX: Final = 2  # dimensions
+_NIBBLE: Final = 4  # bits
+_WIDEST: Final = 2048  # elements of a row that a program takes at a time
+_FLOAT8: Final = (8, 9)  # compute capability
 
 
 class Quantized(NamedTuple):
@@ -102,6 +118,157 @@ def kron_quantize(
     with torch.no_grad():
         found = operator(x.detach(), [f.detach() for f in listed], float(ratio) / LARGEST[kind], kind, precision, backend)
     return Quantized(*found)
+
+
+# ---- the program: a product, rounded row by row as it is stored, or by a launch of its own ---------
+
+
+def values_shape(x: Sequence[int], n: int, kind: str) -> tuple[int, ...]:
+    """The values' shape, of x's and of the product's columns."""
+    return (*x[:-1], n // 2 if kind == INT4 else n)
+
+
+def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """Tensors are x and the factors; options the scale over the largest value, the format, precision and backend."""
+    _, kind, precision, backend = options
+    build = Builder(tensors)
+    x, *factors = build.inputs
+    n = math.prod([f.shape[1] for f in factors])
+    values, scales = describe(values_shape(x.shape, n, kind), STORED[kind]), describe((*x.shape[:-1], 1), torch.float32)
+    if x.numel() == 0 or n == 0:
+
+        def of_nothing(x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.new_zeros(values.shape, dtype=torch.uint8).view(values.dtype), x.new_ones(scales.shape, dtype=torch.float32)
+
+        return build.program(build.call(of_nothing, (x,), values, scales))
+    if choose_backend(backend, tensors[0]) == "torch":
+
+        def by_torch(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+            *factors, step = given
+            wide = torch.float32 if x.dtype in HALF_DTYPES else x.dtype
+            with torch_products(x, precision):
+                problem = canonical(x.reshape(-1, x.shape[-1]).to(wide), [f.to(wide) for f in factors], False)
+                y = problem.unpack(torch_backend.multiply(problem.x, problem.factors, None, 1.0, 0.0))
+            return rounded(y.view(*x.shape[:-1], n), step, kind)
+
+        return build.program(build.call(by_torch, (x, *factors), values, scales, scalars=(Scalar(0),)))
+    from fastkron_py.kron.forward import add_multiply, mergeable
+
+    rows = x.numel() // x.shape[-1]
+    problem = canonical(build.reshape(x, (rows, x.shape[-1])), factors, False, build.reshape)
+    problem = problem._replace(x=mergeable(build, problem.x))
+    precision = resolved(precision)
+    launcher = quantizing_launch(problem, precision, kind, build.device)
+    targets = build.empty((rows, values.shape[-1]), values.dtype), build.empty((rows,), torch.float32)
+    shapes = [tuple(values.shape), tuple(scales.shape)]
+    if launcher is not None:
+        build.launch(launcher, (problem.x, tuple(problem.factors), targets[1], targets[0]), (Scalar(0), bits(0.0)))
+        return build.program(targets, shapes)
+    operands = (problem.x, *problem.factors)
+    if x.dtype in HALF_DTYPES:  # a row is rounded once, and far below 1 float16 has few bits; for these operands TF32 is exact
+        wide = build.call(_in_float32, operands, *[describe(t.shape, torch.float32) for t in operands])
+        operands, precision = tuple(wide), "high"
+    y = add_multiply(build, operands[0], operands[1:], precision)
+    launcher = rounding_launch(rows, n, kind, build.device) if y.dtype == torch.float32 else None  # float64 has rows beyond float32
+    if launcher is not None:
+        build.launch(launcher, (y, targets[1], targets[0]), (Scalar(0),))
+        return build.program(targets, shapes)
+    y = build.reshape(y, (*x.shape[:-1], n))
+    return build.program(build.call(lambda y, step: rounded(y, step, kind), (y,), values, scales, scalars=(Scalar(0),)))
+
+
+def _in_float32(*tensors: Tensor) -> list[Tensor]:
+    return [t.to(torch.float32, memory_format=torch.contiguous_format) for t in tensors]
+
+
+def rounded(y: Tensor, step: float, kind: str) -> tuple[Tensor, Tensor]:
+    """(Values, scales) of rows of float32 or float64, by torch's operations; ties go to even."""
+    largest = y.abs().amax(-1, keepdim=True) + (y * 0.0).sum(-1, keepdim=True)
+    scales = torch.where(largest == 0, 1.0, (largest * step).clamp(min=torch.finfo(torch.float32).tiny)).float()
+    scales = scales.masked_fill(scales.isinf(), math.nan)
+    v = (y / scales).clamp(-LARGEST[kind], LARGEST[kind])
+    if kind == "float8_e4m3fn":
+        return v.to(torch.float8_e4m3fn), scales
+    whole = v.nan_to_num(0.0).round().to(torch.int8)
+    if kind == "int8":
+        return whole, scales
+    low, high = whole.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return (low & 15) | (high << 4), scales
+
+
+# ---- launches: two steps whose slices are rows, and a pass over rows of any length -----------------
+
+
+def _converts_to(kind: str, device: torch.device) -> bool:
+    """Whether Triton has the conversion to a format; its interpreter loses carries of float8's."""
+    if kind != "float8_e4m3fn":
+        return True
+    return not is_interpreting() and (devices.gpu_of(device).capability or (0, 0)) >= _FLOAT8
+
+
+def quantizing_launch(problem: Canonical, precision: str, kind: str, device: torch.device) -> Launcher | None:
+    """The launch that multiplies and rounds; None where no launch has whole rows on chip.
+
+    Args:
+        problem: the multiply, of one matrix of each factor and no columns.
+        precision: of float32 products.
+        kind: of the values.
+        device: of all tensors.
+    """
+    from fastkron_py.kron.forward import multiply_problem
+    from fastkron_py.kron.kernels.epilogues import TO_FLOAT8, TO_INTEGERS
+    from fastkron_py.kron.problem import LaunchProblem, Rows
+
+    x, factors = problem.x, problem.factors
+    ps, qs = ([f.shape[i] for f in factors] for i in (1, 2))
+    whole = multiply_problem(x, factors, device, precision)
+    if (whole.families and slice_pair.name not in whole.families) or slice_pair.refusal(whole) or not _converts_to(kind, device):
+        return None
+    # A byte has two columns of int4, of one row of a slice.
+    pairs = [pair for pair in slice_pair.slice_pairs(ps, qs, 0, len(factors)) if kind != "int4" or pair[1].q % 2 == 0]
+    if not pairs:
+        return None
+    launch = Launch(min(pairs, key=lambda pair: slice_pair.slice_pair_cost(pair, 1.0)), slice_pair.name)
+    rows, width = x.shape[1], launch.q // (2 if kind == "int4" else 1)
+    made = LaunchProblem(
+        launch,
+        x.dtype,
+        precision,
+        TO_FLOAT8 if kind == "float8_e4m3fn" else TO_INTEGERS,
+        (1, rows, 1, 1),
+        False,
+        1,
+        1,
+        whole.x,
+        Rows(0, width, 1),
+        Rows(0, 1, 1),
+        tuple([(f.shape[1], f.shape[2]) for f in factors]),
+        tuple([(0, f.stride(1), f.stride(2)) for f in factors]),
+        whole.gpu,
+    )
+    return made.launcher
+
+
+def rounding_launch(rows: int, n: int, kind: str, device: torch.device) -> Launcher | None:
+    """The launch that rounds rows of n elements; None where Triton does not know the format on this GPU.
+
+    Args:
+        rows: of the product.
+        n: its columns.
+        kind: of the values.
+        device: of all tensors.
+    """
+    if not _converts_to(kind, device):
+        return None
+    from fastkron_py.kron.kernels.quantize import _quantize_rows_kernel
+    from fastkron_py.runtime.launch import LaunchConfig, Launcher
+
+    block = min(_WIDEST, max(32, next_power_of_two(n)))
+    arguments = {"N": n, "BLOCK": block, "num_warps": 4 if block <= _WIDEST // 2 else 8}
+    return Launcher([LaunchConfig(_quantize_rows_kernel, (rows,), arguments)])
+
+
+# ---- the operator ----------------------------------------------------------------------------------
 
 
 def _fake(x: Tensor, factors: Sequence[Tensor], step: float, kind: str, precision: Any, backend: str) -> tuple[Tensor, Tensor]:

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from fastkron_py.kron.backward import add_backward
 from fastkron_py.kron.backward_problem import numbers_of
-from fastkron_py.kron.canonical import Canonical
+from fastkron_py.kron.canonical import Canonical, Scale
+from fastkron_py.kron.checks import Shape
 from fastkron_py.kron.forward import add_multiply
-from fastkron_py.kron.launches import passes_of
 from fastkron_py.kron.plan.gradient_order import Whole
 from fastkron_py.kron.plan.saved_intermediate import find_cut
-from fastkron_py.kron.scale import Scale
-from fastkron_py.kron.shapes import Shape
+from fastkron_py.kron.problem import passes_of
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 

@@ -2,7 +2,7 @@
 
 ``y = (x @ K) * z`` or ``(x @ K) / z``, element by element, in either form. The last launch of the product scales as it stores, so that
 ``diag(d) K x`` takes no pass of its own; z is read where it is, with strides of 0 where it is broadcast. Products by torch are scaled in
-place by an operation after them: those on CPUs, those of wide factors that are faster by torch's matrix products (`one_mode`), and those
+place by an operation after them: those on CPUs, those of wide factors that are faster by torch's matrix products (`planner`), and those
 with a z whose batches have no constant stride.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import batching, derivatives
+from fastkron_py.kron import derivatives
+from fastkron_py.kron.checks import result_shape
 from fastkron_py.kron.multiply import Multiply, backend_of, cast
 from fastkron_py.kron.operator import CALLS
-from fastkron_py.kron.shapes import result_shape
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.operator import Operator, Saved
@@ -94,7 +94,7 @@ def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Seque
     """A batch of the product, which torch scales."""
     x, *factors, z = tensors
     divides, *rest = options
-    y, _ = batching.vmap_multiply(CALLS, (dims[0], dims[1:-1], None), x, factors, None, 1.0, 0.0, *rest)
+    y, _ = derivatives.vmap_multiply(CALLS, (dims[0], dims[1:-1], None), x, factors, None, 1.0, 0.0, *rest)
     if dims[-1] is not None:
         rank = y.ndim if all([d is None for d in dims[:-1]]) else y.ndim - 1
         z = z.movedim(dims[-1], 0)

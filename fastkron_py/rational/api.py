@@ -14,11 +14,11 @@ from fastkron_py.rational import operator_linear_rational as fused
 from fastkron_py.rational.denominators.denominator import Denominator
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocast_dtype, autocasted
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.precision import autocast_dtype, autocasted
 
 ArrayT = TypeVar("ArrayT")
 

@@ -24,7 +24,7 @@ from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.runtime.program import Program
-from fastkron_py.tiling.long_products import cut_product
+from fastkron_py.tiling.torch_products import cut_product
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

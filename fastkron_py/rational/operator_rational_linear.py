@@ -21,7 +21,7 @@ from fastkron_py.rational.derivatives import taken, vmap_forward
 from fastkron_py.rational.operator import rational, rational_backward
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.operator import Operator, Saved
-from fastkron_py.tiling.long_products import cut_product
+from fastkron_py.tiling.torch_products import cut_product
 
 
 def _fake(

@@ -18,8 +18,7 @@ from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.gemm import epilogue_plain
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
-from fastkron_py.tiling.gemm_launch import add_gemm, add_rowwise
-from fastkron_py.tiling.gemm_problem import Gemm, takes_descriptor
+from fastkron_py.tiling.gemm_launch import Gemm, add_gemm, add_rowwise, takes_descriptor
 
 
 def params(a: Tensor, b: Tensor, columns: int, device: torch.device) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastkron_py.rational.denominators.host import host_multiples, host_polynomial, host_polynomial_slope, reused_memory
 from fastkron_py.rational.denominators.registry import find_denominator
-from fastkron_py.tiling.cpu_slices import slice_elements, slices, sum_dtype
+from fastkron_py.tiling.torch_products import slice_elements, slices, sum_dtype
 
 INTERMEDIATES: Final = 4  # tensors of a block's size that follow each other in the cache
 LEAST_ROWS: Final = 8  # for which coefficients are repeated over runs

@@ -27,7 +27,7 @@ logger = logging.getLogger("fastkron_py")
 _default = "auto"
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("fastkron_py_backend", default=None)
 families_in_force: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("fastkron_py_families", default=())
-"""The families of kernels that may multiply in this thread, as `kron.planner.families` sets them; none for all."""
+"""The families of kernels that may multiply in this thread, as `kron.kron_plan.families` sets them; none for all."""
 
 
 def _check(name: str) -> str:

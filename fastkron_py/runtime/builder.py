@@ -11,9 +11,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.runtime.descriptors import order_of, template_of
 from fastkron_py.runtime.errors import value_error
-from fastkron_py.runtime.program import Descriptor, Make, Places, Pool, Program, Result, Shift, Step, View
+from fastkron_py.runtime.program import Descriptor, Make, Places, Pool, Program, Result, Saving, Shift, Step, View, order_of, template_of
 
 _ALIGNMENT: Final = 512  # of a buffer in the pool, as torch's own allocations on a GPU
 _SMALL: Final = 1 << 20  # bytes of a buffer that may be in the pool, however small the inputs are
@@ -174,7 +173,7 @@ class Builder:
         shapes: Sequence[Sequence[int]] | None = None,
         *,
         differentiable: Callable[..., Tensor] | None = None,
-        saving: Program | None = None,
+        saving: Saving | None = None,
         saved: int = 0,
     ) -> Program:
         """The program that returns these tensors; each all of a value, in the shape given if there is one.

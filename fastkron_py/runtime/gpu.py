@@ -1,11 +1,13 @@
-"""GPUs: one record for each architecture, of its features and its figures. They stand nowhere else.
+"""GPUs: one record for each architecture, of its features and its figures; and CPUs that differ in their fastest products. Plain Python.
 
-`runtime.device.gpu_of` finds the record of a torch device. A new architecture is one more record here.
+They stand nowhere else. `runtime.device.gpu_of` finds the record of a torch device. A new architecture is one more record here.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final
 
 
@@ -186,3 +188,38 @@ NAMED: Final = {
     "MI300X": AMD,
 }
 """The records by the names of GPUs, for plans of GPUs that are not there."""
+
+
+# Consecutive elements that a load or store should at least touch: one 32-byte sector.
+SECTOR_BYTES: Final = 32
+
+
+def next_power_of_two(size: int) -> int:
+    """The smallest power of two that is not below size (size >= 1)."""
+    return 1 << (size - 1).bit_length()
+
+
+def is_power_of_two(size: int) -> bool:
+    """Whether a size is 1, 2, 4, ..."""
+    return size > 0 and size & (size - 1) == 0
+
+
+_ZEN5: Final = 26  # family of Zen 5, or later
+_ZEN4: Final = 25  # of Zen 3, too, which has no AVX-512
+
+
+@lru_cache(maxsize=1)
+def zen() -> int:
+    """AMD's generation, 4 or 5 (or later); 0 for other CPUs, and elsewhere than on Linux."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            fields = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
+    except OSError:
+        return 0
+    about = {name.strip(): value.strip() for name, _, value in fields}
+    family = about.get("cpu family", "")
+    if about.get("vendor_id") != "AuthenticAMD" or not family.isdecimal():
+        return 0
+    if int(family) >= _ZEN5:
+        return 5
+    return 4 if int(family) == _ZEN4 and "avx512f" in about.get("flags", "").split() else 0

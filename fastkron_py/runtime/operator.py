@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
-from fastkron_py.runtime.batching import batchable, batchable_one_by_one
+from fastkron_py.runtime.batching import batchable, batchable_one_by_one, take
 from fastkron_py.runtime.call_cache import CACHE, about, is_logged, settings
 from fastkron_py.runtime.eager import is_functionalizing, takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.program import Program
@@ -87,8 +87,10 @@ class GradientCall(NamedTuple):
 
     def run(self, dy: Tensor) -> list[Tensor | None]:
         """The gradient of each tensor of the forward call."""
-        found = self.operator(*self.operator._schema.listed(self.tensors), *self.options) if any(map(_is_made, self.places)) else []
-        return _placed(found, self.places, dy)
+        if not any(map(_is_made, self.places)):
+            return _placed([], self.places, dy)
+        found = self.operator(*self.operator._schema.listed(self.tensors), *self.options)
+        return _placed([found] if isinstance(found, Tensor) else found, self.places, dy)
 
 
 DY: Final = -1
@@ -230,8 +232,8 @@ class Operator:
         if not takes_fast_path(tensors):
             return self._shown(self.registered(*arguments))
         program = self._program(tensors, options)
-        if program.saving is not None and wants_gradient(tensors):
-            program = program.saving
+        if wants_gradient(tensors):
+            program = program.for_gradients(tensors, options)
         call = self._call_of(program, tensors)
         found = call(program, given, options)
         CACHE.keep(key, given, program, call, options, self.name)
@@ -550,3 +552,38 @@ def _node_of(operator: Operator) -> type[torch.autograd.Function]:
 
     Node.__name__ = Node.__qualname__ = operator.name
     return Node
+
+
+def second_order(
+    forward: Callable[..., Tensor], dy: Tensor, inputs: Sequence[Tensor | None], cotangents: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Derive the operator that takes dy and the inputs to the inputs' gradients; the result is differentiable where autograd is enabled.
+
+    Args:
+        forward: from the inputs to y, in torch.
+        dy: the gradient of y.
+        inputs: None for those that are absent.
+        cotangents: of the inputs' gradients; None for those that have none.
+
+    Returns:
+        The cotangents of dy and of each input; None for inputs that are absent.
+    """
+    differentiable = torch.is_grad_enabled()
+    present = [t is not None for t in inputs]
+    with torch.enable_grad():
+        # Inputs of their own: in a network dy is itself a function of them, and a gradient for an input must not go by way of dy. Views
+        # stay connected to the originals, for derivatives of the result.
+        dy, *own = [
+            t.view_as(t) if differentiable and t.requires_grad else t.detach().requires_grad_() for t in (dy, *inputs) if t is not None
+        ]
+        gradients = take(torch.autograd.grad(forward(*take(own, present)), own, dy, create_graph=True), present)
+        pairs = [(g, c) for g, c in zip(gradients, cotangents, strict=True) if g is not None and c is not None]
+        found = torch.autograd.grad(
+            [g for g, _ in pairs],
+            (dy, *own),
+            [c for _, c in pairs],
+            create_graph=differentiable,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    return found[0], *take(found[1:], present)

@@ -2,7 +2,8 @@
 
 A slice builds a `Program` for a problem (`runtime/builder.py`). The first call on such a problem runs it, and so does every later one.
 Values are numbered: the inputs first, then buffers, places inside of values, tuples and descriptors, as steps are added. A run makes
-the buffers, and hands addresses to compiled kernels and tensors to torch.
+the buffers, and hands addresses to compiled kernels and tensors to torch. Tensor descriptors for the copy engine are made again from
+fields that Triton checked once.
 """
 
 from __future__ import annotations
@@ -18,8 +19,43 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.runtime.descriptors import Place, Template, order_of, remade
 from fastkron_py.runtime.eager import unseen_by_autograd
+
+Template = dict[str, Any]  # the fields of a descriptor besides the matrix
+FARTHEST: Final = 1 << 40  # bytes from one index of a dimension to the next, which are fewer
+_new: Final = object.__new__
+
+
+def order_of(distance: int) -> int:
+    """The sign of a number of bytes from one matrix to another, 0 if one descriptor cannot reach both."""
+    if abs(distance) >= FARTHEST:
+        return 0
+    return (distance > 0) - (distance < 0)
+
+
+class Place:
+    """Memory that is no tensor's first element."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        """As of a tensor: all that a launch asks of a descriptor's memory."""
+        return self._address
+
+
+def template_of(descriptor: Any) -> Template:
+    """The fields of a checked descriptor besides the matrix."""
+    return {name: value for name, value in vars(descriptor).items() if name != "base"}
+
+
+def remade(cls: Any, template: Template, base: Any) -> Any:
+    """A descriptor of this class, equal to one that is made of the same and checked; base begins at a 16-byte boundary."""
+    made = _new(cls)
+    made.__dict__ = {**template, "base": base}
+    return made
 
 
 def bits(value: float) -> int:
@@ -138,6 +174,7 @@ class Places(NamedTuple):
     orders: tuple[tuple[tuple[int, int, int], int], ...] = ()
 
 
+Saving = Callable[[Sequence[Any], tuple[Any, ...]], "Program | None"]
 _MOST_COMPILED: Final = 8  # pairs of scalars and a stream
 _ALIGNED: Final = 15  # bits of an address that are zero, as compiled kernels and descriptors want it
 
@@ -150,8 +187,9 @@ class Program:
     Attributes:
         differentiable: a function of the inputs and scalars to the one result, of few operations that autograd differentiates in less time
             than an autograd function and its backward pass take.
-        saving: the program that is run instead where a gradient is wanted; its last results are intermediates, for the backward pass.
-        saved: the number of these.
+        saving: a function of a call's tensors and options, of this program's kind, that makes the program of `for_gradients`, if it is
+            another one; None if there is none.
+        saved: the number of results, the last ones, that are intermediates for the backward pass.
     """
 
     def __init__(
@@ -177,8 +215,9 @@ class Program:
         """
         self._steps = tuple(steps)
         self.differentiable: Callable[..., Tensor] | None = None
-        self.saving: Program | None = None
+        self.saving: Saving | None = None
         self.saved = 0
+        self._for_gradients = self
         self._inputs, self._pool, self._results = inputs, pool, tuple(results)
         self._blank = [None] * (count - inputs)
         self._offsets = [(number, offset) for number, offset, *_ in pool.parts]
@@ -199,6 +238,14 @@ class Program:
 
             self._get_device, self._get_stream, self._is_hooked = launch.driver()
             self._device = device.index if device.type == "cuda" else self._get_device()
+
+    def for_gradients(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+        """The program that is run instead if a gradient is wanted, or this one; it is made when it is first asked for."""
+        saving = self.saving
+        if saving is not None:
+            self._for_gradients = saving(tensors, options) or self
+            self.saving = None
+        return self._for_gradients
 
     def takes(self, given: Sequence[Tensor]) -> bool:
         """Whether the inputs lie in memory as those did that it was built for."""

@@ -10,19 +10,21 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from typing import Any, Final, TypeVar
+from functools import lru_cache, wraps
+from types import FunctionType
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastkron_py.runtime.cpu import zen
+from fastkron_py.runtime.gpu import zen
 
 logger = logging.getLogger("fastkron_py")
 
 Guard = Callable[..., bool]
 T = TypeVar("T")
+P = ParamSpec("P")
 FUNCTIONALIZE: Final = "Functionalize"  # of torch.func's transforms
 
 
@@ -115,6 +117,17 @@ def will_execute(node: Any) -> bool:
 def mark_static(t: Any) -> None:
     """Let Dynamo make no symbols of the sizes of a tensor; its own function of this name does so only while nothing is compiled."""
     t._dynamo_static_indices = set(range(t.ndim))
+
+
+def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Let Dynamo call a function when it traces, and take the result for a constant; torch's own decorator imports the compiler."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs)
+
+    made: Any = function if isinstance(function, FunctionType) else wraps(function)(call)  # a cache is no function to Dynamo
+    made._dynamo_marked_constant = True
+    return made  # type: ignore[no-any-return]
 
 
 def precision_getter() -> Callable[[str, str], Any]:

@@ -10,7 +10,7 @@ import math
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from fastkron_py.runtime.cpu import zen
+from fastkron_py.runtime.gpu import zen
 
 VECTOR: Final = 16  # innermost widths below this run at a fraction of the speed
 MULTIPLY_ADD: Final = 0.02
@@ -51,7 +51,7 @@ class OneDNN(NamedTuple):
     element: float
 
 
-# By AMD's generation (`runtime.cpu.zen`): Zen 5 multiplies 512 bits at once, Zen 4 256.
+# By AMD's generation (`runtime.gpu.zen`): Zen 5 multiplies 512 bits at once, Zen 4 256.
 ONEDNN: Final = {5: OneDNN(34e3, 0.009, 0.08), 4: OneDNN(25e3, 0.018, 0.05)}
 # On Zen 4 the gain is small: products of this number of multiply-adds at least, whose results, in new memory, have few elements.
 ZEN4_WORK: Final = 1 << 26

@@ -31,6 +31,7 @@ and one of a function of x is ``Gemm(epilogue_plain, prologue=my_prologue)``.
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import is_hip
 
 from fastkron_py.tiling.products import product, tile_of
 
@@ -69,7 +70,14 @@ def _load_rows(b, b2, tile_n, k, N, K, stride, BLOCK_N: tl.constexpr, BLOCK_K: t
             i = tl.arange(0, BLOCK_N)
             n = tl.minimum(tile_n * HALF + i % HALF, N // 2 - 1).to(tl.int64) * stride
             c = k + tl.arange(0, BLOCK_K)
-            return tl.load(tl.where(i < HALF, b + n, b2 + n)[:, None] + c[None, :], mask=(c < K)[None, :], other=0.0)
+            is_first = i < HALF
+            in_row = (c < K)[None, :]
+            if is_hip():  # whose compiler, before Triton 3.8, fails where a tensor's pointers are of two operands
+                first = tl.load(b + n[:, None] + c[None, :], mask=is_first[:, None] & in_row, other=0.0)
+                second = tl.load(b2 + n[:, None] + c[None, :], mask=(i >= HALF)[:, None] & in_row, other=0.0)
+                return tl.where(is_first[:, None], first, second)
+            else:
+                return tl.load(tl.where(is_first, b + n, b2 + n)[:, None] + c[None, :], mask=in_row, other=0.0)
     else:
         return load_tile(b, tile_n * BLOCK_N, k, N, K, stride, BLOCK_N, BLOCK_K)
 

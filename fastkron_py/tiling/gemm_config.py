@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.runtime.gpu import GPU, next_power_of_two
 
 _BARRIERS: Final = 2048  # bytes, at most, beside tiles
 _MOST_SUMS: Final = 128  # of a thread: half of its registers
@@ -88,11 +87,7 @@ _THREE_PASSES: Final[_Known] = (
     (GemmTile(64, 128, 32, 4, 3, programs=2), 0.8),
     (GemmTile(64, 64, 32, 4, 3, programs=2), 0.6),
 )
-_BY_POINTERS: Final[_Known] = (
-    (GemmTile(128, 128, 32, 8, 3), 1.0),
-    (GemmTile(64, 128, 32, 4, 3, programs=2), 0.8),
-    (GemmTile(64, 64, 32, 4, 3, programs=2), 0.6),
-)
+_BY_POINTERS: Final = _THREE_PASSES
 # Where tensor cores read operands from registers; finished whole, the first one spills in TF32.
 _BY_POINTERS_FROM_REGISTERS: Final[_Known] = ((GemmTile(128, 128, 32, 8, 3, parts=2), 1.0), *_BY_POINTERS[1:])
 # By pointers, or where tensor cores read operands from registers, larger ones spill.

@@ -10,15 +10,156 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, Spanning, describe
-from fastkron_py.runtime.device import gpu_of
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.runtime.program import Scalar
+from fastkron_py.runtime.program import FARTHEST, Scalar
 from fastkron_py.tiling import gemm_config as tuning
-from fastkron_py.tiling.arithmetic import arithmetic
-from fastkron_py.tiling.gemm import _gemm_kernel, prologue_plain, value_plain
-from fastkron_py.tiling.gemm_config import GemmSpan, GemmTile
-from fastkron_py.tiling.gemm_problem import Gemm, Operand, Problem, problem_of
+from fastkron_py.tiling.gemm import _gemm_kernel, begin_nothing, prologue_plain, value_plain
+from fastkron_py.tiling.gemm_config import GemmSizes, GemmSpan, GemmTile
+from fastkron_py.tiling.products import arithmetic
+
+_LONGEST: Final = 1 << 31  # sizes of a descriptor, and indices in tiles
+
+
+class Gemm(NamedTuple):
+    """The jit functions and constants that an operator passes to the main loop: see `tiling/gemm.py`."""
+
+    epilogue: Any
+    prologue: Any = prologue_plain
+    value: Any = value_plain
+    slope: Any = value_plain
+    params: tuple[Any, ...] = ()
+    pairs: str = ""  # "stacked" or "interleaved": b's rows in twos
+    divisible: bool = False  # nothing passed in asks for a column's number, or others' results: launches of some columns may overlap
+    functions: tuple[Any, ...] = ()  # further jit functions for the epilogue
+    begin: Any = begin_nothing
+    sums: int = 1  # of the product, that the epilogue makes one column of the result of; pairs are two
+    light: bool = False  # without a bias, programs of two launches fit a multiprocessor's registers together: see `tiling/gemm_config.py`
+
+    @property
+    def fan(self) -> int:
+        """Columns of the product for each of the result."""
+        return 2 if self.pairs else self.sums
+
+
+class Operand(NamedTuple):
+    """A matrix, as far as a launch depends on it."""
+
+    stride: int  # of rows
+    has_descriptor: bool
+    dtype: torch.dtype
+    share: int = 1  # columns for each column of the result
+
+
+class Problem(NamedTuple):
+    """Everything that a launch depends on, as plain values."""
+
+    rows: int
+    columns: int
+    depth: int
+    a: Operand
+    b: Operand
+    swapped: bool  # a descriptor of "stacked" pairs begins with b2, which has the lower address
+    bias: tuple[int, int] | None  # strides of a column, and between the two of a pair
+    others: tuple[Operand | None, ...]  # out, pair, pair2, side
+    gemm: Gemm
+    precision: str
+    device: torch.device
+
+    def overlaps(self) -> bool:
+        """Whether one of several launches may begin while the one ahead ends."""
+        return self.gemm.divisible and devices.gpu_of(self.device).has_overlap
+
+    def sizes(self) -> GemmSizes:
+        """The sizes that tiles are chosen by."""
+        passes = 3 if self.a.dtype == torch.float32 and self.precision == "highest" else 1
+        # Stores go through shared memory: those of descriptors by design, those by pointers to become runs.
+        stored = sum(o.dtype.itemsize * o.share for o in self.others if o is not None)
+        stored = -(-stored // self.gemm.fan)
+        itemsize = self.a.dtype.itemsize
+        has_descriptors = self.a.has_descriptor and self.b.has_descriptor
+        stores_by_descriptors = all([o is None or o.has_descriptor for o in self.others])  # pointers take more registers
+        beside = self.gemm.light and self.bias is None and has_descriptors and stores_by_descriptors and itemsize == 2 and self.overlaps()
+        return GemmSizes(
+            self.rows,
+            self.columns,
+            self.depth,
+            itemsize,
+            passes,
+            stored,
+            self.gemm.pairs != "",
+            devices.gpu_of(self.device),
+            has_descriptors,
+            beside,
+        )
+
+
+def _operand(build: Builder, t: Tensor, share: int = 1) -> Operand:
+    """A matrix ``[R, C]`` as an operand; a single row has a stride that a descriptor takes."""
+    size = t.element_size()
+    rows, columns = t.shape
+    stride = t.stride(0) if rows > 1 else -(-columns // 8) * 8
+    step = stride * size
+    has_descriptor = (
+        devices.gpu_of(build.device).has_descriptors
+        and build.is_aligned(t)
+        and columns * size % 16 == 0  # copies are of 16 bytes, also beyond a last column that ends elsewhere: seen on an H100
+        and stride >= columns
+        and 0 < step < FARTHEST
+        and step % 16 == 0
+        and rows < _LONGEST
+        and columns < _LONGEST
+    )
+    return Operand(stride, has_descriptor, t.dtype, share)
+
+
+def takes_descriptor(build: Builder, t: Tensor) -> bool:
+    """Whether a matrix can have a descriptor."""
+    return _operand(build, t).has_descriptor
+
+
+def _pair(build: Builder, b: Tensor, b2: Tensor) -> tuple[Operand, bool]:
+    """(both as one operand ``[2, R, C]``, whether b2 comes first there), of matrices of the same strides anywhere in memory."""
+    operand = _operand(build, b)
+    # The stride from one to the other is an ordinary one to the copy engine, which asks for no common allocation.
+    order = build.order(b, b2) if operand.has_descriptor and takes_descriptor(build, b2) else 0
+    return operand._replace(has_descriptor=order != 0), order < 0
+
+
+def problem_of(
+    build: Builder,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    others: Sequence[Tensor | None],
+    call: Gemm,
+    precision: str,
+    b2: Tensor | None = None,
+) -> Problem:
+    """The problem of a launch on these operands; arguments as of `add_gemm`, rows of a, b and b2 being runs of memory."""
+    columns = b.shape[0] if b2 is None else 2 * b.shape[0]
+    width = columns // call.fan
+    operand_b, swapped = (_operand(build, b), False) if b2 is None else _pair(build, b, b2)
+    strides = None
+    if bias is not None:
+        strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
+    return Problem(
+        a.shape[0],
+        columns,
+        a.shape[1],
+        _operand(build, a),
+        operand_b,
+        swapped,
+        strides,
+        tuple([None if t is None else _operand(build, t, -(-t.shape[1] // width)) for t in others]),
+        call,
+        precision,
+        build.device,
+    )
+
+
+# ---- launches -------------------------------------------------------------------------------------
 
 
 class Overlap(NamedTuple):
@@ -35,24 +176,7 @@ class Overlap(NamedTuple):
 
 
 _ALONE: Final = Overlap()
-
-
 Scalars = tuple[Scalar | int, Scalar | int]  # float64 patterns
-
-
-class _Boxes(NamedTuple):
-    """The boxes of descriptors."""
-
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-    others: Sequence[tuple[int, ...] | None]
-
-
-def _boxes(problem: Problem, tile: GemmTile) -> _Boxes:
-    of_b = (2, tile.block_n // 2, tile.block_k) if problem.gemm.pairs == "stacked" else (tile.block_n, tile.block_k)
-    width = tile.block_n // problem.gemm.fan // tile.parts
-    others = [None if o is None else (tile.block_m, width * o.share) for o in problem.others]
-    return _Boxes((tile.block_m, tile.block_k), of_b, others)
 
 
 def _launcher(problem: Problem, tile: GemmTile, overlap: Overlap) -> Launcher:
@@ -94,7 +218,7 @@ def _launcher(problem: Problem, tile: GemmTile, overlap: Overlap) -> Launcher:
     }
     if overlap.last:
         arguments["launch_pdl"] = True
-    grid = (min(tuning.tiles(tile, problem.rows, problem.columns), gpu_of(problem.device).multiprocessors * tile.programs),)
+    grid = (min(tuning.tiles(tile, problem.rows, problem.columns), devices.gpu_of(problem.device).multiprocessors * tile.programs),)
     stages = range(tile.stages, 0, -1)
     return Launcher([LaunchConfig(_gemm_kernel, grid, {**arguments, "num_stages": s}) for s in stages])
 
@@ -204,26 +328,21 @@ def _add_launch(
     overlap: Overlap,
 ) -> None:
     """Add one launch; descriptors are made where the kernel is to have them."""
-    boxes = _boxes(problem, tile)
     a, b, b2, bias, *others = operands
 
-    def source(t: Tensor | None, operand: Operand | None, box: Sequence[int] | None) -> Any:
+    def source(t: Tensor | None, operand: Operand | None = None, *box: int) -> Any:
         if t is None:  # never read; a pointer stands in, since None would make another kernel
             return a
-        if operand is None or box is None or not operand.has_descriptor:
-            return t
-        return TensorDescriptor(t, list(t.shape), [operand.stride, 1], list(box))
+        return t if operand is None or not operand.has_descriptor else TensorDescriptor(t, list(t.shape), [operand.stride, 1], list(box))
 
-    if b2 is not None and problem.b.has_descriptor:
-        of_b = _descriptor_of_both(*((b2, b) if problem.swapped else (b, b2)), problem.b.stride, boxes.b), a
+    if b2 is not None and problem.b.has_descriptor:  # one descriptor of both, the second behind the first in memory
+        (first, second), stride = (b2, b) if problem.swapped else (b, b2), problem.b.stride
+        box = [2, tile.block_n // 2, tile.block_k]
+        of_b: Sequence[Any] = (Spanning(TensorDescriptor(first, [2, *first.shape], [len(first) * stride, stride, 1], box), second), a)
     else:
-        of_b = source(b, problem.b, boxes.b), source(b2, None, None)
-    of_others = [source(*each) for each in zip(others, problem.others, boxes.others, strict=True)]
+        of_b = source(b, problem.b, tile.block_n, tile.block_k), source(b2)
+    width = tile.block_n // problem.gemm.fan // tile.parts
+    of_others = [source(t, o, tile.block_m, width * (o.share if o else 0)) for t, o in zip(others, problem.others, strict=True)]
     tensors, scalars = given
-    sources = (source(a, problem.a, boxes.a), *of_b, source(bias, None, None), *of_others, tensors or (a,))
+    sources = (source(a, problem.a, tile.block_m, tile.block_k), *of_b, source(bias), *of_others, tensors or (a,))
     build.launch(_launcher(problem, tile, overlap), sources, scalars)
-
-
-def _descriptor_of_both(first: Tensor, second: Tensor, stride: int, box: Sequence[int]) -> Spanning:
-    """One descriptor of two matrices of the same strides, the second behind the first in memory."""
-    return Spanning(TensorDescriptor(first, [2, *first.shape], [len(first) * stride, stride, 1], list(box)), second)

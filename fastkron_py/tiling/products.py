@@ -1,9 +1,54 @@
-"""Device functions for products: TF32 in parts, the order of tiles, hints on sizes."""
+"""Products in kernels: the types and the precision, TF32 in parts, the order of tiles, hints on sizes; sums over programs."""
 
+import math
+from typing import Any, Final, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
-from fastkron_py.tiling.addresses import dot, round_to_tf32
+from fastkron_py.runtime.gpu import next_power_of_two
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.tiling.addresses import dot, round_to_tf32, scalar
+
+
+class Arithmetic(NamedTuple):
+    """The types and the product's precision inside a kernel."""
+
+    compute: Any  # operands of the products
+    acc: Any  # sums, also in the epilogue
+    precision: str  # tl.dot's name, or "emulated"
+
+
+_HALF = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def arithmetic(dtype: torch.dtype, precision: str, given: bool) -> Arithmetic:
+    """Arithmetic for tensors of dtype; of the parts of complex numbers.
+
+    Args:
+        dtype: of the tensors.
+        precision: of float32 products, "highest" or less.
+        given: both operands of every product are given numbers, not results of earlier products.
+    """
+    dtype = dtype.to_real()
+    if dtype == torch.float64:
+        return Arithmetic(tl.float64, tl.float64, "ieee")
+    # Triton splits float32 into TF32 parts, and this library rounds to them, on NVIDIA GPUs only.
+    has_tf32 = torch.version.hip is None and not knobs.runtime.interpret
+    if dtype == torch.float32:
+        return Arithmetic(tl.float32, tl.float32, ("tf32x3" if precision == "highest" else "tf32") if has_tf32 else "ieee")
+    if dtype == torch.float16 and not given:
+        # TF32 has float16's mantissa and float32's range: nothing between two steps overflows.
+        return Arithmetic(tl.float32, tl.float32, "tf32" if has_tf32 else "ieee")
+    emulated = dtype == torch.bfloat16 and knobs.runtime.interpret
+    return Arithmetic(_HALF[dtype], tl.float32, "emulated" if emulated else "ieee")
+
+
+def half_precision() -> str:
+    """Return the name of the precision of products of given numbers in any half type."""
+    return arithmetic(torch.bfloat16, "highest", given=True).precision
 
 
 @triton.jit
@@ -239,3 +284,54 @@ def _sum_segments_kernel(
     for r in range(0, segments):
         acc += tl.load(partial_ptr + plane * (TERMS * r) + i, mask=inside & (r + i * 0 <= last - owner), other=0.0)
     tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# ---- the second stage of sums over programs: their partial sums, added up in a fixed order -----------
+
+_SUMMED: Final = 2048  # partial sums that a program adds up at a time
+
+
+def sum_launcher(size: int, programs: int, groups: int = 1, programs_first: bool = True, columns: int = 0) -> Launcher:
+    """The launch of `_sum_partials_kernel` on partial sums ``[programs, groups, size]``, or ``[groups, programs, size]``."""
+    rows = min(128, next_power_of_two(programs))
+    block = min(next_power_of_two(size), max(32, _SUMMED // rows))
+    arguments = {
+        "stride_b": size if programs_first else programs * size,
+        "stride_r": groups * size if programs_first else size,
+        "programs": programs,
+        "SIZE": size,
+        "BLOCK_R": rows,
+        "BLOCK": block,
+        "COLUMNS": columns,
+        "num_warps": 4,
+    }
+    return Launcher([LaunchConfig(_sum_partials_kernel, (groups * math.ceil(size / block),), arguments)])
+
+
+@triton.jit(do_not_specialize=["alpha", "programs"])
+def _sum_partials_kernel(
+    partial_ptr,  # [B, programs, SIZE] in these strides
+    out_ptr,  # [B, SIZE]
+    alpha: tl.int64,  # float64 pattern
+    stride_b,
+    stride_r,
+    programs,
+    SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the sums as a matrix, which is stored transposed; 0 stores them in order
+):
+    """``out[b, i] = alpha * sum_r partial[b, r, i]``."""
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    batch = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK_R, BLOCK), partial_ptr.dtype.element_ty)
+    for first in range(0, programs, BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R)
+        mask = (r < programs)[:, None] & (i < SIZE)[None, :]
+        acc += tl.load(partial_ptr + batch * stride_b + r.to(tl.int64)[:, None] * stride_r + i[None, :], mask=mask, other=0.0)
+    total = tl.sum(acc, 0) * scalar(alpha, acc.dtype)
+    at = i
+    if COLUMNS:
+        at = i % COLUMNS * (SIZE // COLUMNS) + i // COLUMNS
+    tl.store(out_ptr + batch * SIZE + at, total.to(out_ptr.dtype.element_ty), mask=i < SIZE)

@@ -68,17 +68,6 @@ def test_values(dims: int, form: str, generator: torch.Generator) -> None:
         assert_close(lokr_conv(x[0], Factor(w1), w2, moves, scale=0.5), want[0], steps=steps)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_channels_last(form: str, generator: torch.Generator) -> None:
-    for size in [1, 3]:
-        w1, w2 = torch.randn(OUT1, IN1, dtype=torch.float64), kernel(form, (size, size), torch.float64, generator)
-        x = torch.randn(2, IN1 * IN2, 6, 5, dtype=torch.float64)
-        moves = Window((1, 1), (0, 0), (1, 1))
-        base = nn.functional.conv2d(x, whole(w1, w2))
-        inputs = [t.to(memory_format=torch.channels_last) for t in (x, base)]
-        assert_close(lokr_conv(inputs[0], Factor(w1), w2, moves, base=inputs[1]), 2 * base, steps=4)
-
-
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_both_orders(size: int, form: str, generator: torch.Generator) -> None:

@@ -1,24 +1,21 @@
-"""`fastkron::lokr_linear`: one node of autograd, the composed product's numbers, torch's own checks of operators, and cached calls."""
+"""`fastkron::lokr_linear`: one node of autograd, and the composed product's numbers."""
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from adapter_cases import CASES, LoKrCase, leaves_of, lokr_problem
-from cache_spy import CacheSpy
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import fastkron_py
 from fastkron_py import lokr_linear
-from fastkron_py.adapters import composed, operator, program
+from fastkron_py.adapters import composed
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.plan import Plan
-from fastkron_py.runtime.precision import torch_products
 from fastkron_py.testing import assert_close
 
 PAIRS = [CASES[1], CASES[3], LoKrCase((4,), (3, 2), (5, 4), rank1=2)]
@@ -66,55 +63,6 @@ def test_some_gradients(plans: None, backend_name: str, device: torch.device, ge
         torch.testing.assert_close(*found)
 
 
-def test_one_node(device: torch.device, generator: torch.Generator) -> None:
-    """By Triton; on a CPU autograd records torch's products."""
-    for case in [CASES[0], *PAIRS]:
-        x, w1, w2, base = lokr_problem(case, torch.bfloat16, device, generator, torch.float32)
-        leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
-        with fastkron_py.backend("triton"):
-            y = lokr_linear(x, w1, w2, base=base)
-        assert y.grad_fn is not None
-        reached = [node.variable for node, _ in y.grad_fn.next_functions if hasattr(node, "variable")]
-        assert [id(t) for t in reached] == [id(t) for t in leaves]
-
-
-def test_torchs_checks(plans: None, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, w1, w2, base = lokr_problem(CASES[3], torch.float64, device, generator)
-    leaves_of(*[t.requires_grad_() for t in leaves_of(x, w1, w2, base)])
-    tensors = (x, *[t for w in factors(w1, w2) for t in w])
-    torch.library.opcheck(operator.lokr_linear.registered, (*tensors, base, 0.5, 1.0, None, ""))
-    needs = [t is not None for t in tensors]
-    dy = torch.randn(base.shape, generator=generator, dtype=torch.float64).to(device)
-    torch.library.opcheck(operator.lokr_linear_backward.registered, (dy, *tensors, [], *needs, 0.5, None, ""))
-
-
-def test_cached_calls(monkeypatch: pytest.MonkeyPatch, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    """Of another scale too, but of no other dtype under autocast."""
-    spy = CacheSpy(monkeypatch)
-    x, w1, w2, base = lokr_problem(CASES[1], torch.bfloat16, device, generator, torch.float32)
-    lokr_linear(x, w1, w2, base=base, scale=0.5)
-    spy.take()
-    want = composed.add_product(x, *factors(w1, w2), base, 0.25, None)
-    spy.take()
-    assert torch.equal(lokr_linear(x, w1, w2, base=base, scale=0.25), want)
-    assert spy.take() == {"lokr_linear": 1}
-    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
-        with torch.autocast(device.type, dtype):
-            assert lokr_linear(x, w1, w2, base=base, scale=0.5).dtype == dtype
-
-
-def test_autocast_rounds_no_pair_inside_of_transforms(
-    plans: None, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
-    """A float32 pair is multiplied out in float32 there as well: the same numbers as of an eager call."""
-    for case in PAIRS:
-        x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
-        with torch.autocast(device.type, torch.bfloat16):
-            want = lokr_linear(x, w1, w2, base=base)
-            got, _ = torch.func.jvp(partial(lokr_linear, w1=w1, w2=w2, base=base), (x,), (x,))
-        assert torch.equal(got, want)
-
-
 def test_autocast_rounds_no_second_derivative(plans: None, device: torch.device, generator: torch.Generator) -> None:
     """By Triton; torch's own products are rounded in backward passes under autocast."""
     x, w1, w2, base = lokr_problem(CASES[3], torch.float32, device, generator)
@@ -144,29 +92,6 @@ def test_forward_mode_through_a_backward_pass(plans: None, backend_name: str, de
             tangents = [forward_ad.unpack_dual(g).tangent for g in found]
         for got, w in zip(tangents, want, strict=True):
             torch.testing.assert_close(got, w)
-
-
-def test_a_pair_is_multiplied_out_in_the_precision_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, generator: torch.Generator
-) -> None:
-    """Whatever torch's setting for the process is: forward and backward, and in the composed product."""
-    planned(monkeypatch, True)
-    asked: list[str | None] = []
-
-    def noted(x: Tensor, precision: str | None) -> Any:
-        asked.append(precision)
-        return torch_products(x, precision)
-
-    monkeypatch.setattr(program, "torch_products", noted)
-    x, w1, w2, base = lokr_problem(CASES[3], torch.float32, device, generator)
-    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2)]
-    with fastkron_py.backend("triton"):
-        y = lokr_linear(x, w1, w2, base=base, precision="highest")
-        assert asked == ["highest"] * 2
-        torch.autograd.grad(y.sum(), leaves)
-        assert asked == ["highest"] * 4
-    monkeypatch.setattr(Factor, "expanded", None)  # which torch multiplies in its own precision
-    torch.testing.assert_close(composed.add_product(x, *factors(w1, w2), base, 1.0, "highest"), y)
 
 
 def gradients(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:

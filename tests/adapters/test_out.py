@@ -10,7 +10,6 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py import lokr_linear, reference
 from fastkron_py.adapters import into
-from fastkron_py.runtime.program import Program
 from fastkron_py.testing import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex128]
@@ -97,18 +96,6 @@ def test_autograd_sees_the_write(backend_name, device) -> None:
         lokr_linear(x, w1, w2, base=torch.zeros(5, 6, device=device), out=torch.zeros(5, 6, device=device))
 
 
-def test_a_kept_call_in_place_runs_its_program_on_its_tensors(monkeypatch, backend_name, device) -> None:
-    """Also one that depends on where they are: the program's inputs are the tensors that the call was found for."""
-    monkeypatch.setattr(Program, "has_places", property(lambda self: True, lambda self, value: None), raising=False)
-    counts: list[tuple[int, int]] = []
-    takes = Program.takes
-    monkeypatch.setattr(Program, "takes", lambda self, given: counts.append((len(given), self._inputs)) or takes(self, given))
-    w1, w2, x, base = (torch.randn(*s, device=device) for s in ((2, 2), (3, 3), (5, 6), (5, 6)))
-    for _ in range(2):
-        lokr_linear(x, w1, w2, base=base, out=base)
-    assert counts == [(4, 4)]
-
-
 def test_one_vector_and_no_rows(backend_name, device) -> None:
     w1, w2 = torch.ones(2, 2, device=device), torch.ones(3, 2, device=device)
     out = torch.empty(6, device=device)
@@ -116,13 +103,6 @@ def test_one_vector_and_no_rows(backend_name, device) -> None:
     assert out.tolist() == [4.0] * 6
     none = torch.empty(0, 6, device=device)
     assert lokr_linear(torch.ones(0, 4, device=device), w1, w2, base=none, out=none) is none
-
-
-def test_compiled(device) -> None:
-    w1, w2, x, base = (torch.randn(*s, device=device) for s in ((2, 2), (3, 3), (5, 6), (5, 6)))
-    call = torch.compile(lambda out: lokr_linear(x, w1, w2, base=base, out=out), fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        assert_close(call(torch.zeros(5, 6, device=device)), wanted(x, w1, w2, base, 1.0), steps=8)
 
 
 def test_refusals() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.counters import COUNTERS, main, measure
+from benchmarks.counters import COUNTERS, measure
 
 
 def stand_in(path: Path, lines: list[str]) -> str:
@@ -30,17 +30,3 @@ def test_counters_are_scaled_and_in_order(tmp_path):
     assert found[0]["us"] == pytest.approx(1001.5 * 1e3)
     assert found[1]["read MB"] == pytest.approx(1002.5)
     assert found[1]["DRAM %"] == pytest.approx(1002.5)
-
-
-def test_no_counters_are_an_error(tmp_path):
-    with pytest.raises(RuntimeError, match=r"ncu counted nothing.*no permission"):
-        measure("kron", "1024 x 16^2", "fastkron_py", stand_in(tmp_path, ["==ERROR== no permission"]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"), [(["no_benchmark"], "invalid choice"), (["kron", "--contender", "nobody"], "expected one of fastkron_py")]
-)
-def test_unknown_names(capsys, arguments, said):
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert said in capsys.readouterr().err

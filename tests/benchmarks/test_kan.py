@@ -10,8 +10,6 @@ import torch
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
 import fastkron_py
-from benchmarks.catalogue import all_benchmarks
-from benchmarks.kan import layers as kan
 from benchmarks.kan import peers as kan_peers
 from benchmarks.kan.ablation import STEPS
 from benchmarks.kan.problems import case, check, check_gradients, inputs
@@ -57,11 +55,3 @@ def test_a_wrong_result_is_seen(device: torch.device) -> None:
     assert check_gradients(problem, [dx.roll(1, 0), dc]) > 0.1
     assert check_gradients(problem, [dx, dc.roll(1, 0)]) > 0.1
     assert check(problem, problem.dy) > 0.1
-
-
-def test_rows_are_there() -> None:
-    names = {"poly_kan", "poly_kan_backward", "poly_kan_small", "poly_kan_middle", "poly_kan_bases", "poly_kan_ablation"}
-    assert names <= set(all_benchmarks())
-    labels = [c.label for c in all_benchmarks()["poly_kan"].cases]
-    assert labels[0] == "128, 40->256, 8"
-    assert len(set(labels)) == len(kan.ROWS) == 9

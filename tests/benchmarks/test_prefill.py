@@ -1,4 +1,4 @@
-"""The prefill arithmetic, against one written out, and the picture."""
+"""The prefill arithmetic, against one written out."""
 
 from __future__ import annotations
 

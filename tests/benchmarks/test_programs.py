@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
-from benchmarks.kron.programs import changed, main, pretending, program_of
+from benchmarks.kron.programs import pretending, program_of
 from fastkron_py.runtime import device as devices
 
 PAIR = {"M": 300, "P": [64, 64], "Q": [64, 64], "dtype": "bfloat16", "kind": "forward", "left": False}
@@ -29,19 +26,3 @@ def test_programs_are_those_of_the_gpu() -> None:
     assert len(names(WIDE, "backward")) > 2
     assert devices.gpu_of is before  # and nothing stays
     assert not devices.gpu_of(torch.device("cpu")).has_wgmma
-
-
-def test_what_differs_is_told_as_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    main(["--seed", "1", "--count", "6", "--dtype", "bfloat16", "--out", str(old)])
-    found = json.loads(old.read_text())
-    assert len(found) == 6
-    label = next(iter(found))
-    found[label]["forward"] = []
-    new.write_text(json.dumps(found))
-    assert changed(json.loads(old.read_text()), found) == [label]
-    main(["--compare", str(old), str(new)])
-    assert capsys.readouterr().out == f"--only={label}\n"
-    with pytest.raises(SystemExit):
-        main([])
-    assert "expected --out FILE or --compare OLD NEW" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from rational_cases import problem as make_problem
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
-from benchmarks import runner
 from benchmarks.rational import activations as benchmark
 from benchmarks.rational import cpu as rational_cpu
 from benchmarks.rational import gradient_kernel as rational_gradient_kernel
@@ -45,40 +43,6 @@ def test_the_checks_see_errors(device: torch.device) -> None:
     assert check_coefficients(problem, [dx, da, db + 0.01]) > max(0.009, 10 * fine)
     assert check(problem, [dx, da * 1.001, db]) > 5e-4
     assert check(problem, [dx.roll(1, 0), da, db]) > 0.1
-
-
-def test_gradients_in_chunks_are_those_of_the_whole(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = case("backward", "float32", SHAPE).parameters
-    whole = inputs(parameters, device).expected
-    monkeypatch.setattr(benchmark, "CHUNK_ELEMENTS", 100)
-    for found, want in zip(inputs(parameters, device).expected, whole, strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
-
-
-def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = benchmark.register(
-        runner.Benchmark(
-            name="rational_small",
-            description="for a test",
-            device="cpu",
-            cases=[case("backward", "float32", SHAPE, quick=True)],
-            contenders=[OURS, benchmark.GELU, benchmark.KAT],
-            inputs=inputs,
-            check=check,
-            baseline="torch GELU",
-            repeats=True,
-        )
-    )
-    from benchmarks import registry
-
-    try:
-        found = runner.run(small.name, out=tmp_path, quick=True, seconds=5)
-    finally:
-        registry._benchmarks.pop(small.name)
-    ours, gelu, kat = found["cases"][0]["results"]
-    assert ours["status"] == gelu["status"] == "ok"
-    assert ours["repeats"]
-    assert kat["status"] == "unavailable"
 
 
 @pytest.mark.parametrize("dtype", list(rational_cpu.TOLERANCES))
@@ -127,12 +91,3 @@ def test_gradients_in_the_product(case: str, device: torch.device) -> None:
     of_dz = {torch.float32: (3e-6, 3e-5), torch.bfloat16: (8e-3, 3e-2), torch.float16: (1e-3, 4e-3)}[dtype]
     for f, w, (rms, most) in zip(found, want, (of_dz, (3e-6, 3e-5), (3e-6, 3e-5)), strict=True):
         assert_close(f, w, rms_tol=rms, max_tol=most)
-
-
-def test_second_layers(device: torch.device) -> None:
-    problem = rational_layers.inputs_backward(rational_layers.case("small", 40, 64, True).parameters, device)
-    for contender in (rational_layers.IN_TURN, rational_layers.IN_THE_PRODUCT):
-        result = contender.prepare(problem)()
-        assert 0 < rational_layers.check_backward(problem, result) < 1e-2, contender.name
-        dz, da, db = result
-        assert rational_layers.check_backward(problem, (dz, da * 1.02, db)) > 1.5e-2

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import io
 import json
-import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
-from benchmarks import markdown, ratios, report, runner, timing
+from benchmarks import markdown, ratios, report, timing
 from benchmarks.catalogue import all_benchmarks
 from benchmarks.kron.figures import FASTKRON, SQUARE, SQUARE_H200
 from benchmarks.kron.problems import TOLERANCES, case, flops
-from benchmarks.runner import Budget, recorded_figures
+from benchmarks.runner import recorded_figures
 
 
 def result(contender: str, median: float | None) -> dict[str, Any]:
@@ -76,93 +73,9 @@ def test_recorded_figures_stand_apart(tmp_path: Path) -> None:
     assert FASTKRON not in written["ratios"]
 
 
-def test_plots(tmp_path: Path) -> None:
-    plots = pytest.importorskip("benchmarks.plots", reason="matplotlib is not installed")
-    drawn = plots.draw(found((1e-3, 2e-3, 5e-4), (1e-4, 1e-3, None)), tmp_path / "known")
-    assert [path.name for path in drawn] == ["known.png", "known_roofline.png"]
-    assert all(path.stat().st_size > 10_000 for path in drawn)
-    assert plots.draw(found((1e-3, None, None)), tmp_path / "no_baseline")[0].name == "no_baseline_roofline.png"
-
-
-def test_an_overview_of_what_was_measured(tmp_path: Path) -> None:
-    overview = pytest.importorskip("benchmarks.overview", reason="matplotlib is not installed")
-    known = found((1.0, 2.0, None), (4.0, 2.0, 0.5), (None, 1.0, 1.0))
-    known["cases"][1]["parameters"]["quick"] = True
-    (tmp_path / "kron.json").write_text(json.dumps(known).replace('"peer"', '"GPyTorch"'))
-    rows = overview.gathered(tmp_path)
-    assert [(row.label, row.ratios) for row in rows] == [("forward, GPyTorch", [2.0])]
-    overview.draw([*rows, overview.Row("others", "H100", "more", [0.5, 8.0])], tmp_path / "overview.png")
-    assert (tmp_path / "overview.png").stat().st_size > 10_000
-    assert ratios.geometric_mean([0.5, 8.0]) == pytest.approx(2.0)
-
-
-def test_the_overview_tells_gpus_apart(tmp_path: Path) -> None:
-    """A group whose records are of two GPUs becomes two."""
-    overview = pytest.importorskip("benchmarks.overview", reason="matplotlib is not installed")
-    devices = {"kron": "NVIDIA H200", "kron_backward": "NVIDIA H100 80GB HBM3", "kron_float64": "NVIDIA H200"}
-    for name, device in devices.items():
-        known = found((1.0, 2.0, None))
-        known["environment"]["device"] = device
-        (tmp_path / f"{name}.json").write_text(json.dumps(known).replace('"peer"', '"GPyTorch"'))
-    rows = overview.gathered(tmp_path)
-    assert [(row.gpu, row.label) for row in rows] == [
-        ("H200", "forward, GPyTorch"),
-        ("H200", "float64, GPyTorch"),
-        ("H100", "forward and backward, GPyTorch"),
-    ]
-
-
-def test_every_row_of_the_overview_names_a_contender() -> None:
-    overview = pytest.importorskip("benchmarks.overview", reason="matplotlib is not installed")
-    benchmarks = all_benchmarks()
-    for name, contender in (pair for of_group in overview.ROWS.values() for pair in of_group):
-        assert contender in {c.name for c in benchmarks[name].contenders}
-
-
 def test_times_are_quartiles() -> None:
     times = timing.Times.of([5.0, 1.0, 2.0, 4.0, 3.0])
     assert (times.minimum, times.lower_quartile, times.median, times.upper_quartile, times.rounds) == (1.0, 2.0, 3.0, 4.0, 5)
-
-
-def test_a_slow_contender_takes_part_in_few_rounds() -> None:
-    calls: dict[str, int] = {"ours": 0, "peer": 0, "slow": 0}
-    costs = {"ours": 1e-3, "peer": 2e-3, "slow": 0.2}
-
-    def make(name: str) -> Any:
-        def call() -> None:
-            calls[name] += 1
-
-        call.cost = costs[name]  # type: ignore[attr-defined]
-        return call
-
-    def timer(call: Any) -> float:
-        call()
-        return float(call.cost)
-
-    times = timing.measure([make(name) for name in costs], timer, seconds=4.0, rounds=(9, 200))
-    assert [t.rounds for t in times] == [200, 200, timing.SLOW_ROUNDS]
-    assert [t.median for t in times] == list(costs.values())
-    assert calls == {"ours": 202, "peer": 202, "slow": timing.SLOW_ROUNDS + 2}
-    # What the slow one takes is not left to the others: 0.63 s would be 200 rounds of 3 ms.
-    few = timing.measure([make(name) for name in costs], timer, seconds=0.632, rounds=(9, 200))
-    assert [t.rounds for t in few] == [10, 10, timing.SLOW_ROUNDS]
-
-
-def test_a_time_limit() -> None:
-    with pytest.raises(TimeoutError, match=r"longer than 0\.05 s"), timing.time_limit(0.05):
-        signal.pause()  # nothing else would end this
-    with timing.time_limit(60):
-        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-def test_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    budget = Budget.of(220.0, 36, quick=False)
-    assert 36 * budget.seconds < 220
-    assert budget.rounds == (9, 200)
-    assert Budget.of(1000.0, 2, quick=False).seconds == 4.0  # the most for one case
-    assert budget.deadline == 320.0
 
 
 def test_floors_and_flops() -> None:
@@ -202,22 +115,6 @@ def test_recorded_figures_are_those_of_the_gpu_of_the_run() -> None:
         assert recorded_figures(all_benchmarks()["kron"].cases[1], device_name) == expected
 
 
-def test_recorded_figures_of_one_gpu_are_not_shown_on_another() -> None:
-    """FastKron's peak memory, and the released rational kernels, were measured on an H100 alone."""
-    benchmarks = all_benchmarks()
-    for name in ("kron_backward", "rational", "kat"):
-        row = benchmarks[name].cases[0]
-        assert recorded_figures(row, "NVIDIA H100 80GB HBM3")
-        assert recorded_figures(row, "NVIDIA H200") == {}
-    assert recorded_figures(benchmarks["kron_backward"].cases[0], "NVIDIA H100 80GB HBM3")[FASTKRON]["peak_of_x"] == 11.3
-
-
-def test_bandwidth_is_told_of_gpus_only() -> None:
-    from benchmarks.environment import bandwidth
-
-    assert bandwidth(torch.device("cpu")) is None
-
-
 def test_a_table_in_markdown(tmp_path: Path) -> None:
     def result(name: str, seconds: float | None, share: float | None = None, reason: str | None = None) -> dict[str, Any]:
         return {"contender": name, "times": seconds and {"median": seconds}, "share": share, "status": "error", "reason": reason}
@@ -236,24 +133,4 @@ def test_a_table_in_markdown(tmp_path: Path) -> None:
         "Milliseconds, times as long as ours, share of Kronecker products; a GPU.",
         "",
         "Geometric means: 2.50x the speed of peer, 1 cases.",
-    ]
-
-
-def test_a_table_in_markdown_leaves_out_what_never_ran() -> None:
-    def result(name: str, seconds: float | None) -> dict[str, Any]:
-        times = seconds and {"median": seconds}
-        return {"contender": name, "times": times, "status": "ok" if times else "unavailable", "reason": None}
-
-    cases = [
-        {"label": "a", "floor_seconds": 0.001, "results": [result("ours", 0.002), result("absent", None), result("peer", 0.5)]},
-        {"label": "b", "results": [result("ours", 0.002), result("peer", None)], "recorded": {"other run": {"seconds": 0.008}}},
-    ]
-    found = {"subject": "ours", "cases": cases, "environment": {"device": "a GPU", "versions": {"torch": "2"}, "date": "2026-11-21T10"}}
-    assert markdown.table(found | {"ratios": {}}).splitlines() == [
-        "| | floor | ours | peer | other run |",
-        "| --- | --- | --- | --- | --- |",
-        "| a | 1.00 | 2.00 | 500, 250x | |",
-        "| b | | 2.00 | not run | *8.00, 4.0x* |",
-        "",
-        "Milliseconds, times as long as ours; a GPU, torch 2, 2026-11-21.",
     ]

@@ -1,8 +1,6 @@
-"""Simulated plans beside the committed measurements, and the tables and the picture that are made of them."""
+"""Simulated plans beside the committed measurements."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,27 +27,3 @@ def test_measurements_are_met(rows: list[Row]) -> None:
     assert near(rows, scaled=False) >= len(rows) / 2
     doubled = [Row(r.gpus, r.name, r.made, r.measured, simulated.simulate(r.made, scale=2.0).seconds, 0.0) for r in rows]
     assert near(doubled, scaled=False) < 0.25 * len(rows)
-
-
-def test_tables(rows: list[Row]) -> None:
-    table, summary, scaling = simulated.measured_table(rows), simulated.summary_table(rows), simulated.scaling_table()
-    assert len(table) == 2 + len(rows)
-    assert len(scaling) == 2 + len(simulated.GROWTHS) * len(simulated.GPUS)
-    for lines in (table, summary, scaling):
-        assert len({line.count("|") for line in lines}) == 1
-    assert summary[-1].startswith(f"| all | | {len(rows)} |")
-
-
-def test_tables_are_written_between_their_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- simulated: a -->\nold\n<!-- end of a -->\nafter\n")
-    monkeypatch.setattr(simulated, "PAGE", page)
-    for _ in range(2):  # once more changes nothing
-        simulated.write("a", ["| new |"])
-        assert page.read_text() == "before\n<!-- simulated: a -->\n\n| new |\n\n<!-- end of a -->\nafter\n"
-
-
-def test_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    simulated.draw(tmp_path / "drawn.png")
-    assert (tmp_path / "drawn.png").read_bytes()[:4] == b"\x89PNG"

@@ -27,12 +27,6 @@ def test_version() -> None:
     assert (result.exit_code, result.output) == (0, f"fastkron_py {fastkron_py.__version__}\n")
 
 
-def test_an_unknown_command_is_named() -> None:
-    result = CliRunner().invoke(app, ["mult"])
-    assert result.exit_code == 2
-    assert "mult" in result.output
-
-
 def test_the_console_script_is_this_app() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, name = scripts["fastkron"].split(":")

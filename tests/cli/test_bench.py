@@ -6,12 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from fastkron_py.cli import bench, compare, measure
@@ -38,21 +35,6 @@ def test_runs_a_benchmark_from_another_folder(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found" / "kron_unequal.json").read_text())
     assert found["benchmark"] == "kron_unequal"
     assert found["cases"][0]["results"][0]["status"] == "ok"
-
-
-def test_what_it_passes_on(runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[list[str]] = []
-
-    def run(command: list[str], cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
-        seen.append([*command, str(cwd)])
-        return subprocess.CompletedProcess(command, 3)
-
-    monkeypatch.setattr(bench, "source_tree", lambda: tmp_path)
-    monkeypatch.setattr(bench.subprocess, "run", run)
-    result = runner.invoke(app, ["bench", "kron", "kron_left", "--quick", "--seconds", "9", "--device", "cuda", "--out", "/x"])
-    assert result.exit_code == 3  # the benchmark's own
-    expected = ["-m", "benchmarks", "kron", "kron_left", "--out", "/x", "--quick", "--seconds", "9.0", "--device", "cuda", str(tmp_path)]
-    assert seen == [[sys.executable, *expected]]
 
 
 @pytest.fixture
@@ -135,48 +117,6 @@ def test_a_method_that_fails_leaves_the_others(runner: CliRunner, monkeypatch: p
     assert ["3:4^2", "torch loop", "out of memory", "", "", ""] in cells(result.output)
 
 
-def test_methods_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that makes each turn slower than the one before says nothing about the factor."""
-    now, order = [1.0], []
-
-    def seconds(call: Callable[[], object], device: torch.device, budget: float) -> float:
-        now[0] *= 1.1
-        order.append(call)
-        return now[0]
-
-    monkeypatch.setattr(compare, "best_seconds", seconds)
-    monkeypatch.setattr(compare, "HAS_GPYTORCH", False)
-    settings = compare.Settings(torch.float32, torch.device("cpu"), False, 60.0)
-    loop, ours = compare.compare(bench.Shape(3, [(4, 4)]), settings)
-    assert len(loop.turns) == len(ours.turns) == compare.TURNS
-    assert order == order[:2] * compare.TURNS
-    assert ours.speedups(loop) == pytest.approx([1 / 1.1] * 3)
-    # Without time left, few turns.
-    few = compare.compare(bench.Shape(3, [(4, 4)]), replace(settings, seconds=0.0))
-    assert [len(m.turns) for m in few] == [compare.TURNS_LEAST] * 2
-
-
-def test_factors_have_two_digits() -> None:
-    assert bench._factor(1.6123, 1.8456, 2.1987) == "1.8x faster (1.6 to 2.2)"
-    assert bench._factor(1 / 95.61, 1 / 47.47, 1 / 9.961) == "47x slower (10 to 96)"
-    assert bench._factor(0.8512, 1.0, 123.4) == "1.0x faster (0.85 to 123)"
-
-
-def test_a_problem_that_does_not_fit(runner: CliRunner) -> None:
-    result = runner.invoke(app, ["bench", "--shapes", "1:999999999^2", "--device", "cpu"])
-    assert result.exit_code == 1
-    assert "not measured: 1:999999999^2" in result.output
-
-
-@pytest.mark.usefixtures("rounds")
-def test_without_gpytorch(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (bench, compare):
-        monkeypatch.setattr(module, "HAS_GPYTORCH", False)
-    result = runner.invoke(app, ["bench", "--shapes", "3:4^2", "--device", "cpu"])
-    assert [row[1] for row in cells(result.output)] == ["torch loop", "fastkron_py"]
-    assert "pip install 'fastkron_py[gp]'" in result.output
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -192,10 +132,3 @@ def test_refusals(runner: CliRunner, options: list[str], named: str) -> None:
     result = runner.invoke(app, ["bench", *options])
     assert result.exit_code == 1
     assert named in result.output
-
-
-def test_options_of_the_comparison_need_shapes_in_a_source_tree(runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "source_tree", lambda: tmp_path)
-    result = runner.invoke(app, ["bench", "--gradients"])
-    assert result.exit_code == 1
-    assert "need --shapes" in result.output

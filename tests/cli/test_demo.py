@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +13,8 @@ from sampling import in_full
 from scipy import fft, ndimage
 from typer.testing import CliRunner
 
-from fastkron_py.cli import demo, measure, picture
+from fastkron_py.cli import demo
 from fastkron_py.cli.app import app
-from fastkron_py.cli.measure import best_seconds, peak_bytes
-from fastkron_py.reference import kron_matmul as reference_kron_matmul
-from fastkron_py.runtime import torch_internals
 
 
 @pytest.fixture
@@ -39,27 +35,6 @@ def test_dct_matrix_is_orthonormal_and_scipy_s() -> None:
         matrix = demo.dct_matrix(n)
         np.testing.assert_allclose(matrix @ matrix.T, np.eye(n), atol=1e-13)
         np.testing.assert_allclose(matrix, fft.dct(np.eye(n), norm="ortho", axis=0), atol=1e-13)
-
-
-def test_loop_is_the_product() -> None:
-    x = torch.randn(3, 24, dtype=torch.float64)
-    factors = [torch.randn(p, q, dtype=torch.float64) for p, q in ((2, 5), (4, 1), (3, 3))]
-    torch.testing.assert_close(demo.matmul_transpose_loop(x, factors), reference_kron_matmul(x, factors))
-
-
-def test_photograph_ships_with_scikit_image() -> None:
-    image = demo.photograph("chelsea.png")
-    assert image.shape == (300, 451, 3)
-    assert 0 <= image.min() < 0.1
-    assert 0.9 < image.max() <= 1
-    np.testing.assert_array_equal(demo.photograph("chelsea.png", 32), image[134:166, 209:241])
-
-
-def test_photograph_from_a_path(tmp_path: Path) -> None:
-    from PIL import Image
-
-    Image.new("L", (5, 4), 51).save(tmp_path / "grey.png")
-    np.testing.assert_array_equal(demo.photograph(str(tmp_path / "grey.png")), np.full((4, 5, 3), 0.2))
 
 
 def test_demo_writes_a_picture(runner: CliRunner, tmp_path: Path) -> None:
@@ -97,38 +72,6 @@ def test_demo_on_a_gpu(runner: CliRunner, tmp_path: Path) -> None:
     assert re.search(r"\d+ of 300 x 451", result.output)
 
 
-def test_a_gpu_blurs_a_stack_of_pictures() -> None:
-    image = np.zeros((300, 451, 3))
-    on_cpu, on_gpu = ([name for name, _ in demo.Demo(image, torch.device(kind)).steps()] for kind in ("cpu", "cuda"))
-    assert on_gpu == [*on_cpu, "Time and memory on 82 pictures"]  # 2**27 // (4 * 300 * 451 * 3)
-    huge = np.broadcast_to(0.0, (4000, 6000, 3))
-    assert len(list(demo.Demo(huge, torch.device("cuda")).steps())) == len(on_cpu)
-
-
-def test_costs_of_a_stack_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "best_seconds", lambda call, device: 1e-3)
-    monkeypatch.setattr(torch_internals, "onednn_product", lambda: None)  # which would take the stack alone, in memory of its own
-    work = demo.Demo(demo.photograph("chelsea.png", 80), torch.device("cpu"))
-    for _, step in work.steps():
-        step()
-    work.compare(80, 80, 4)
-    one, stack = ([c for c in work.costs if c.problem == problem] for problem in ("80 x 80", "4 of 80 x 80"))
-    assert [c.method for c in stack] == ["dense", "loop", "fastkron_py"]
-    factors = 4 * 2 * 80 * 80
-    for a, b in zip(one[1:], stack[1:], strict=True):
-        assert b.memory_bytes - factors == pytest.approx(4 * (a.memory_bytes - factors), rel=0.01)
-
-    # The picture names the GPU that took the times.
-    texts = []
-    monkeypatch.setattr(picture, "device_name", lambda device: "GPU of a test")
-    monkeypatch.setattr(work, "device", torch.device("cuda"))
-    title = picture._title
-    monkeypatch.setattr(picture, "_title", lambda axes, *text: (texts.extend(text), title(axes, *text)))
-    picture.draw(work, tmp_path / "demo.png")
-    assert "float32, GPU of a test" in texts
-    assert (tmp_path / "demo.png").stat().st_size > 100_000
-
-
 @pytest.mark.parametrize(("verb", "wrong"), [("kron_matmul", "blur"), *in_full([("kron_matmul_left", "DCT-II")])])
 def test_a_wrong_result_fails_the_demo(runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, wrong: str) -> None:
     right = getattr(demo, verb)
@@ -139,24 +82,12 @@ def test_a_wrong_result_fails_the_demo(runner: CliRunner, tmp_path: Path, monkey
     assert re.search(rf"wrong: .*{wrong}", result.output)
 
 
-def test_nan_fails_a_check() -> None:
-    assert not demo.Check("", "", float("nan"), 1.0).ok
-    assert demo.Check("", "", 0.0, 1e-12).ok
-
-
 def test_what_is_not_there_is_named(runner: CliRunner, tmp_path: Path) -> None:
     for option, value in (("--image", "nonesuch.png"), ("--device", "nonesuch"), ("--device", "cuda:99")):
         result = runner.invoke(app, ["demo", "--out", str(tmp_path / "demo.png"), option, value])
         assert result.exit_code == 1
         assert not (tmp_path / "demo.png").exists()
         assert value in result.output
-
-
-def test_a_picture_of_one_pixel_is_refused(runner: CliRunner, tmp_path: Path) -> None:
-    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "demo.png"), "--size", "1", "--device", "cpu"])
-    assert result.exit_code == 1
-    assert "size: expected at least 2 pixels a side; got 1 x 1" in result.output
-    assert demo.photograph("chelsea.png", 2).shape == (2, 2, 3)
 
 
 def test_what_is_no_picture_is_refused(runner: CliRunner, tmp_path: Path) -> None:
@@ -174,22 +105,6 @@ def test_what_is_no_picture_is_refused(runner: CliRunner, tmp_path: Path) -> Non
         assert isinstance(result.exception, SystemExit)
 
 
-def test_a_black_picture_passes_its_checks() -> None:
-    work = demo.Demo(np.zeros((4, 4, 3)), torch.device("cpu"))
-    work.blur()
-    work.compress()
-    work.walsh_hadamard()
-    assert all(check.ok for check in work.checks)
-
-
-def test_where_the_picture_goes(tmp_path: Path) -> None:
-    (tmp_path / "v1.5").mkdir()
-    assert picture.picture_file(tmp_path) == tmp_path / "demo.png"
-    assert picture.picture_file(tmp_path / "v1.5") == tmp_path / "v1.5" / "demo.png"
-    assert picture.picture_file(tmp_path / "new") == tmp_path / "new" / "demo.png"
-    assert picture.picture_file(tmp_path / "a.PDF") == tmp_path / "a.PDF"
-
-
 def test_an_impossible_out_is_refused_before_the_work(runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastkron_py.cli.app._run", lambda *_: pytest.fail("the work began"))
     (tmp_path / "file").write_text("")
@@ -204,28 +119,3 @@ def test_missing_packages_are_named(runner: CliRunner, monkeypatch: pytest.Monke
     result = runner.invoke(app, ["demo"])
     assert result.exit_code == 1
     assert "scipy, matplotlib, scikit-image: pip install 'fastkron_py[demo]'" in result.output
-
-
-def test_measures(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.zeros(1000, 1000, device=device)
-    now, costs = [0.0], iter([9.0, 0.5, 0.25, 0.125, 0.25, 0.5, 0.5])  # the first warms up; the last is not needed
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def call() -> None:
-        now[0] += next(costs)
-
-    assert best_seconds(call, torch.device("cpu"), budget=1.0) == 0.125
-    assert list(costs) == [0.5]
-
-    # A GPU is waited for once in a round of several calls.
-    waits = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    queued = measure.QUEUED
-    costs = iter([9.0, *([0.5] * queued), *([0.25] * queued), *([0.5] * 3 * queued)])
-    assert best_seconds(call, torch.device("cuda"), budget=1.0) == 0.25
-    assert waits == [torch.device("cuda")] * 6
-    monkeypatch.undo()
-
-    once, twice = peak_bytes(lambda: x + 1, device), peak_bytes(lambda: (x + 1) + 1, device)
-    assert once == pytest.approx(4e6, rel=0.1)
-    assert twice == pytest.approx(8e6, rel=0.1)

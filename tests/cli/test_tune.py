@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tuning_cases import DEVICE, HERE, UNMERGED, entry, problem
+from tuning_cases import DEVICE, HERE, entry, problem
 from typer.testing import CliRunner
 
 from fastkron_py.cli.app import app
-from fastkron_py.cli.shapes import Shape, factors_text, parse_shapes, problem_text
-from fastkron_py.kron.tune import cache
-from fastkron_py.kron.tune.cache import TuningWarning
-from fastkron_py.kron.tune.table import file_name
+from fastkron_py.cli.shapes import Shape, parse_shapes
+from fastkron_py.kron.tune import table
+from fastkron_py.kron.tune.table import TuningWarning
 
 
 @pytest.fixture
@@ -76,12 +75,6 @@ def test_refusals_say_why():
         assert why in str(caught.value), text
 
 
-def test_texts():
-    assert factors_text([(8, 8), (8, 8), (8, 16), (4, 4)]) == "8^2x8>16x4"
-    assert problem_text(problem([(5, 3)], rows=1, columns=7)) == "left 7:3>5"
-    assert problem_text(problem(rows=8, batched=True, contiguous=False)) == "8:3>5x4>2, factors in batches, strided rows"
-
-
 def test_tunes_shows_and_exports(runner, tables, quick, tmp_path):
     folder = tmp_path / "exported"
     arguments = ["tune", "--shapes", "4:4^2,3:5>7x3", "--budget", "5", "--list", "--export", str(folder), *DEVICE_OPTION]
@@ -89,7 +82,7 @@ def test_tunes_shows_and_exports(runner, tables, quick, tmp_path):
     assert result.exit_code == 0, result.output
     for part in ("Tuned", "4:4^2", "3:5>7x3", "closed form", "gain", "trials", "2 tuned", HERE, "Written:"):
         assert part in result.output
-    found = cache.read(tables)
+    found = table.read(tables)
     assert {p.factors for p in found} == {((4, 4), (4, 4)), ((5, 7), (3, 3))}
     (written,) = folder.glob("*.json")
     assert json.loads(written.read_text()) == json.loads(tables.read_text())
@@ -99,15 +92,15 @@ def test_dtype_precision_and_left_are_heeded(runner, tables, quick):
     options = ["--dtype", "float64", "--precision", "high", "--left", "--budget", "5", *DEVICE_OPTION]
     result = runner.invoke(app, ["tune", "--shapes", "6:5>7", *options])
     assert result.exit_code == 0, result.output
-    (found,) = cache.read(tables)
+    (found,) = table.read(tables)
     assert (found.dtype, found.factors, found.columns, found.rows) == ("float64", ((7, 5),), 6, 1)
 
 
 def test_list_and_clear(runner, tables):
-    assert cache.merge(tables, [entry(), entry(problem(rows=64), None)])
+    assert table.merge(tables, [entry(), entry(problem(rows=64), None)])
     result = runner.invoke(app, ["tune", "--list"])
     assert result.exit_code == 0, result.output
-    for part in ("2 tuned", "4:3>5x4>2", "2.00", "the closed form's", "[0] single 16x16x16"):
+    for part in ("2 tuned", "4:3>5x4>2", "2.00", "the closed form's", "[0] tile 16x16x16"):
         assert part in result.output
     result = runner.invoke(app, ["tune", "--clear", "--list"])
     assert result.exit_code == 0, result.output
@@ -115,47 +108,9 @@ def test_list_and_clear(runner, tables):
     assert not tables.exists()
 
 
-def test_a_damaged_table_is_listed_as_empty(runner, tables):
-    tables.parent.mkdir(parents=True)
-    tables.write_text("{")
-    with pytest.warns(TuningWarning, match="is ignored"):
-        result = runner.invoke(app, ["tune", "--list"])
-    assert result.exit_code == 0
-    assert "0 tuned" in result.output
-
-
-def test_a_budget_without_end_is_refused(runner, tables):
-    for budget in ("inf", "nan"):
-        result = runner.invoke(app, ["tune", "--shapes", "4:4", "--budget", budget, *DEVICE_OPTION])
-        assert result.exit_code == 2
-        assert "--budget" in result.output
-        assert not tables.exists()
-
-
-def test_an_export_that_cannot_be_written(runner, tables, tmp_path):
-    """Said before the work; and where a file cannot be written in the end, too."""
-    assert cache.merge(tables, [entry()])
-    (tmp_path / "file").write_text("")
-    result = runner.invoke(app, ["tune", "--shapes", "4:4^2", "--export", str(tmp_path / "file" / "folder"), *DEVICE_OPTION])
-    assert result.exit_code == 1
-    assert str(tmp_path / "file") in result.output
-    assert "Tuned" not in result.output
-    (tmp_path / "folder" / (file_name(HERE))).mkdir(parents=True)
-    with pytest.warns(TuningWarning, match="left as it was"):
-        result = runner.invoke(app, ["tune", "--export", str(tmp_path / "folder")])
-    assert result.exit_code == 1
-    assert "could be written" in result.output
-
-
-def test_an_empty_table_is_not_exported(runner, tables, tmp_path):
-    result = runner.invoke(app, ["tune", "--export", str(tmp_path / "folder")])
-    assert result.exit_code == 0
-    assert "the table is empty" in result.output
-
-
 def test_names_with_escapes_are_not_printed(runner, tables):
     """A terminal would obey them."""
-    assert cache.merge(tables, [entry(problem(device="\x1b[31mred")), entry(problem(rows=64))])
+    assert table.merge(tables, [entry(problem(device="\x1b[31mred")), entry(problem(rows=64))])
     with pytest.warns(TuningWarning, match=r"1 invalid entries .* device: expected printable str, got '\\x1b\[31mred'"):
         result = runner.invoke(app, ["tune", "--list"])
     assert result.exit_code == 0
@@ -182,27 +137,25 @@ def test_a_problem_that_does_not_fit_does_not_stop_the_others(runner, tables, qu
     result = runner.invoke(app, ["tune", "--shapes", "1024:512^20,4:4^2", "--budget", "5", *DEVICE_OPTION])
     assert result.exit_code == 1
     assert "not tuned: 1024:512^20" in result.output
-    assert {p.factors for p in cache.read(tables)} == {((4, 4), (4, 4))}
+    assert {p.factors for p in table.read(tables)} == {((4, 4), (4, 4))}
 
 
-def test_tables_that_are_off_are_mentioned(runner, tables, quick, monkeypatch):
-    monkeypatch.setenv("FASTKRON_TUNING", "off")
-    result = runner.invoke(app, ["tune", "--shapes", "4:4", "--budget", "5", *DEVICE_OPTION])
-    assert result.exit_code == 0
-    assert "FASTKRON_TUNING=off is set" in result.output
-
-
-def test_dropped_trials_are_counted(runner, tables, quick, monkeypatch):
+def test_an_interrupt_shows_what_was_tuned_before(runner, tables, quick, monkeypatch):
     from fastkron_py.kron.tune import search
 
-    def refuse(self, compiled):
-        raise search.DroppedError("asks for too much")
+    trial = search.Search.trial
 
-    monkeypatch.setattr(search.Search, "trial", refuse)
-    monkeypatch.setattr(search, "starting_points", lambda *_: [UNMERGED])
-    result = runner.invoke(app, ["tune", "--shapes", "4:3>5x4>2", "--budget", "60", *DEVICE_OPTION])
-    assert result.exit_code == 0, result.output
-    assert "1 of 1 trials dropped: asks for too much" in result.output
+    def interrupted(self, choice):
+        if self.problem.factors == ((5, 5),):
+            raise KeyboardInterrupt
+        return trial(self, choice)
+
+    monkeypatch.setattr(search.Search, "trial", interrupted)
+    result = runner.invoke(app, ["tune", "--shapes", "4:4^2,4:5,4:6", "--budget", "60", *DEVICE_OPTION])
+    assert result.exit_code == 130
+    assert "4:5: interrupted" in result.output
+    assert "Tuned" in result.output
+    assert {p.factors for p in table.read(tables)} == {((4, 4), (4, 4))}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

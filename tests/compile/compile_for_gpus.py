@@ -91,9 +91,8 @@ def run_copied(dtype: torch.dtype, rows: int, width: int) -> None:
 
 
 def run_hadamard(dtype: torch.dtype, m: int, bits: int) -> None:
-    from fastkron_py.kron.hadamard_factors import padded_matrix
-    from fastkron_py.kron.hadamard_launch import has_launch
-    from fastkron_py.kron.hadamard_program import program
+    from fastkron_py.kron.hadamard import has_launch, program
+    from fastkron_py.kron.hadamard_orders import padded_matrix
 
     x, (matrix,) = torch.empty(1000, m << bits, dtype=dtype), padded_matrix(m)
     if not has_launch(m, bits, dtype, x.device):

@@ -139,12 +139,12 @@ def unguarded_stores(cubin: bytes) -> int:
 
 def choose_algorithm(algorithm: str) -> None:
     """Multiply modes of wide factors by this algorithm, where the plan does not take the register-chained kernel."""
-    from fastkron_py.kron import backward, forward
-    from fastkron_py.kron.families import one_mode
+    from fastkron_py.kron import backward, planner
+    from fastkron_py.kron.families import tile
 
-    forward.best_algorithm = lambda mode, has_wgmma, family, is_alone: "chained" if family == "fragments" else algorithm  # type: ignore[assignment]
+    planner.best_algorithm = lambda mode, has_wgmma, family, is_alone: "chained" if family == "fragments" else algorithm  # type: ignore[assignment]
     backward.best_gradient_algorithm = lambda mode, has_wgmma: algorithm  # type: ignore[assignment]
-    one_mode.takes_wgmma = lambda case: algorithm == "wgmma"  # type: ignore[assignment]
+    tile.looped_seconds = lambda mode: math.inf if algorithm == "wgmma" else 0.0  # type: ignore[assignment]
 
 
 def take_points(dtype: torch.dtype, shape: tuple[int, ...], dim: int) -> None:
@@ -176,8 +176,8 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kron import quantize_program
-    from fastkron_py.kron.quantize_program import LARGEST
+    from fastkron_py.kron import quantize
+    from fastkron_py.kron.quantize import LARGEST
     from fastkron_py.runtime import backend
     from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.gpu import HOPPER
@@ -206,7 +206,7 @@ def main() -> None:
         for kind in [kind for kind in LARGEST if f"as {kind}" in also]:
             what = f"as {kind}"
             rows, matrices = x.reshape(-1, k), [f[0] for f in factors]
-            quantize_program.program([rows, *matrices], (0.1, kind, None, "triton"))([rows, *matrices], (0.1,))
+            quantize.program([rows, *matrices], (0.1, kind, None, "triton"))([rows, *matrices], (0.1,))
         if "backward" in also:
             what = "backward"
             backward(y, x, factors)

@@ -62,8 +62,7 @@ def main() -> None:
     from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.gpu import HOPPER
     from fastkron_py.tiling.gemm import epilogue_plain
-    from fastkron_py.tiling.gemm_launch import add_gemm
-    from fastkron_py.tiling.gemm_problem import Gemm
+    from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
 
     def run(add: Callable[..., Any], *given: Any, **options: Any) -> None:
         """Build and run the program of one function's launches on tensors."""

@@ -7,18 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compiled_for_h100 import LIMIT, TRITON_VERSION, compiled
+from compiled_for_h100 import LIMIT, compiled
 
 from fastkron_py.runtime.gpu import AMD
 
 # One worker: what is compiled serves all tests here.
-OLD = TRITON_VERSION < (3, 9)
-pytestmark = [
-    pytest.mark.skipif(OLD, reason="Triton before 3.9 does not compile all of them"),
-    pytest.mark.full,
-    pytest.mark.timeout(LIMIT),
-    pytest.mark.xdist_group("compile_for_amd"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_group("compile_for_amd")]
 
 ARCHITECTURES = ("gfx942", "gfx1201")
 OF_BFLOAT16 = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from contextlib import contextmanager
+from functools import reduce
 from unittest import mock
 
 import torch
@@ -52,6 +53,15 @@ PROBLEMS = {
 
 def whole_numbers(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=g).to(dtype)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def dense(factors) -> torch.Tensor:
+    """The Kronecker product, by torch.kron of matrices."""
+    return reduce(torch.kron, [torch.eye(f, dtype=torch.float64) if isinstance(f, int) else f for f in factors])
 
 
 def rows_and_columns(sizes):
@@ -114,6 +124,17 @@ def problem(m, sizes, dtype=torch.float64, left=False):
 
 def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64, messages=None):
     return plan(problem(m, sizes, dtype, left), shape, stages=stages, chunks=chunks, messages=messages)
+
+
+def derive(loss, log, leaves, b, reduce, second, scale=1.0):
+    """Gradients of leaves and of a block; second: of the squared norm of all of these. Reduce sums a number of each rank."""
+    *first, at_b = torch.autograd.grad(reduce(loss) + log, [*leaves, b], create_graph=second)
+    at_b = at_b * scale
+    if not second:
+        return *first, at_b
+    size = sum((g * g).sum() for g in first) + reduce((at_b**2).sum())
+    *again, at_b = torch.autograd.grad(size, [*leaves, b])
+    return *again, at_b * scale
 
 
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)

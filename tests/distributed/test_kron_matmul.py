@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from products import (
+    IDENTITIES,
     PROBLEMS,
     block,
     counted_bytes,
@@ -30,13 +31,9 @@ from rank_pool import RankPool
 from slots_in_files import FilesIn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import fastkron_py
 from fastkron_py import reference
-from fastkron_py.distributed import CollectiveError, Plan, Problem, ProcessGrid, kron_matmul, plan, whole_rows
+from fastkron_py.distributed import CollectiveError, Plan, Problem, ProcessGrid, kron_matmul, plan
 from fastkron_py.distributed.replicated import total
-from fastkron_py.distributed.split import Gradients
-from fastkron_py.distributed.transport import copies
-from fastkron_py.kron.plan.steps import Launch, Step
 from fastkron_py.testing import assert_close
 
 # ---- forward -----------------------------------------------------------------------------------
@@ -110,43 +107,31 @@ def test_blocks_of_any_layout(ranks: RankPool) -> None:
 # ---- gradients ---------------------------------------------------------------------------------
 
 
-def gradients(shape, left, recompute, folder=None):
-    """First and second order of x, factors, z, alpha and beta, bit for bit: all are whole numbers or halves.
-
-    With a folder by way of slots, in more chunks than there are slots.
-    """
+def gradients(shape, left, recompute):
+    """First and second order of x, factors, z, alpha and beta, bit for bit: all are whole numbers or halves."""
     if (grid := grid_for(shape)) is None:
         return
-    if folder is not None:
-        files = FilesIn(folder)
-        with mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files):
-            _gradients(grid, left, recompute, {"direct": True, "chunks": 9})
-        assert sum(d.stored for d in files.made) > 0
-    else:
-        _gradients(grid, left, recompute, {"chunks": 2})
-
-
-def _gradients(grid, left, recompute, options):
-    for m, sizes, stages in (
+    problems = [
         (6, ((4, 4), (3, 3), (2, 4)), (1, 1, 1)),
         (3, ((5, 2), (3, 4)), (1, 1)),
         (5, ((2, 2),) * 4, (2, 2)),
         (1, ((7, 7),), "rows"),
         (6, ((4, 4), (3, 3), (2, 4)), "rows"),
         (9, ((5, 2), (3, 4)), "rows"),
-    ):
-        if len(sizes) == 1 and options.get("direct"):
-            continue
-        how = plan(problem(m, sizes, left=left), grid.shape, stages=stages, **options)
+    ]
+    shown = [IDENTITIES[name] for name in ("identities before and after", "slices that blocks cut", "an identity alone")]
+    problems += [(m, sizes, how) for m, sizes, stages in shown for how in (stages, "rows")]
+    for m, sizes, stages in problems:
+        how = plan(problem(m, sizes, left=left), grid.shape, stages=stages, chunks=2)
         x, factors, z = make(m, sizes, left=left)
         scalars = [torch.tensor(0.5, dtype=torch.float64), torch.tensor(-2.0, dtype=torch.float64)]
-        whole = [t.clone().requires_grad_() for t in (x, z, *factors, *scalars)]
+        whole = [t.clone().requires_grad_() for t in (x, z, *matrices(factors), *scalars)]
         mine = [t.clone().requires_grad_() for t in (block(x, grid), block(z, grid))]
-        mine += [t.to(grid.device).clone().requires_grad_() for t in (*factors, *scalars)]
+        mine += [t.to(grid.device).clone().requires_grad_() for t in (*matrices(factors), *scalars)]
 
-        def product(tensors, call, left=left, **options):
+        def product(tensors, call, left=left, sizes=sizes, **options):
             x, z, *rest = tensors
-            return call(x, rest[:-2], left, alpha=rest[-2], beta=rest[-1], z=z, **options)
+            return call(x, with_identities(sizes, rest[:-2]), left, alpha=rest[-2], beta=rest[-1], z=z, **options)
 
         def own(tensors):
             """What this rank has of x-like and z-like tensors, and all of the others."""
@@ -176,41 +161,6 @@ def test_gradients_of_first_and_second_order(ranks: RankPool, grid_shape: tuple[
 
 def test_gradients_with_operands_computed_again(ranks: RankPool) -> None:
     ranks.run(gradients, (1, ranks.world_size), False, recompute=True)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs that reach each other's memory, on CPUs")
-@pytest.mark.parametrize(("shape", "left"), [((1, 4), False), ((2, 2), True)])
-def test_gradients_by_way_of_slots(own_ranks: RankPool, shape: tuple[int, int], left: bool, tmp_path: Path) -> None:
-    for recompute in (False, True):
-        own_ranks.run(gradients, shape, left, recompute, str(tmp_path))
-
-
-def learn():
-    """Two copies of a model on halves of the ranks, each with its own rows, whose factors' gradients are averaged, as DDP does."""
-    size = dist.get_world_size()
-    half = dist.get_rank() // (size // 2)
-    grid = ProcessGrid((1, size // 2), ranks=[half * (size // 2) + i for i in range(size // 2)])
-    m, sizes = 4, ((4, 4), (4, 4))
-    x, factors, z = make(2 * m, sizes, random=True)
-    own = slice(half * m, (half + 1) * m)
-    parameters = [torch.nn.Parameter(f.to(grid.device)) for f in factors]
-    expected = [f.clone().requires_grad_() for f in factors]
-    for _ in range(3):
-        loss = (kron_matmul(block(x[own], grid), parameters, grid=grid) - block(z[own], grid)).square().sum()
-        loss.backward()
-        expected_loss = (single(x, expected) - z).square().sum()
-        expected_gradients = torch.autograd.grad(expected_loss, expected)
-        with torch.no_grad():
-            for p, e, g in zip(parameters, expected, expected_gradients, strict=True):
-                dist.all_reduce(p.grad)
-                p -= 0.01 * p.grad / (size // 2)
-                p.grad = None
-                e -= 0.01 * g
-                assert_close(p.detach(), e.detach(), steps=9)
-
-
-def test_training_on_groups_of_ranks(ranks: RankPool) -> None:
-    ranks.run(learn)
 
 
 def one_sum():
@@ -316,32 +266,6 @@ def test_the_plans_bytes_are_sent(ranks: RankPool, grid_shape: tuple[int, int]) 
         ranks.run(sent, grid_shape, left)
 
 
-def twice_through_one_graph():
-    """Chunks' gradients arrive in one tensor, which is a new one in each backward pass, and the factors alone need none."""
-    grid = ProcessGrid((1, dist.get_world_size()))
-    m, sizes = 12, ((4, 4),) * 3
-    x, factors, _ = make(m, sizes)
-    how = plan(problem(m, sizes), grid.shape, stages="rows", chunks=3)
-    leaf, own = block(x, grid).clone().requires_grad_(), [f.to(grid.device).requires_grad_() for f in factors]
-    whole = x.clone().requires_grad_()
-    expected = single(whole, factors)
-    y = kron_matmul(leaf, own, grid=grid, plan=how)
-    taken, take = [], Gradients.take
-    with mock.patch.object(Gradients, "take", lambda own, parts: taken.append(take(own, parts)) or taken[-1]):
-        (first,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
-        torch.autograd.grad(y.sum(), own, retain_graph=True)
-        (second,) = torch.autograd.grad((2 * y).sum(), leaf)
-    assert len(taken) == 2
-    assert all(t is not None for t in taken)  # no copy
-    (wanted,) = torch.autograd.grad(expected.sum(), whole)
-    assert torch.equal(first, block(wanted, grid))
-    assert torch.equal(second, 2 * block(wanted, grid))
-
-
-def test_gradients_of_chunks_are_one_tensor(ranks: RankPool) -> None:
-    ranks.run(twice_through_one_graph)
-
-
 # ---- direct stores -----------------------------------------------------------------------------
 
 
@@ -417,65 +341,6 @@ def direct_gradients(dtype, folder):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_gradients_that_are_needed_by_way_of_slots(own_ranks: RankPool, dtype: torch.dtype, tmp_path: Path) -> None:
     own_ranks.run(direct_gradients, dtype, str(tmp_path))
-
-
-def direct_in_blocks(shape, left, folder):
-    """Products that read and write columns where they are, that only read them so, and that do neither."""
-    if (grid := grid_for(shape)) is None:
-        return None
-    files = FilesIn(folder)
-
-    def one_by_one(ps, qs, setting):
-        """A launch for each factor, as large ones have it."""
-        return tuple(Launch((Step(i, i + 1, ps[i], qs[i]),)) for i in reversed(range(len(ps))))
-
-    def forget_blocks():
-        """Which ranks that are used again would else find."""
-        from fastkron_py.kron import blocks
-        from fastkron_py.runtime.call_cache import CACHE
-
-        blocks.in_blocks.cache_clear()
-        CACHE.forget()
-
-    forget_blocks()
-    seen = []
-    with (
-        fastkron_py.backend("triton"),
-        torch.no_grad(),
-        mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files),
-        mock.patch("fastkron_py.kron.blocks.plan", one_by_one),
-    ):
-        for m, sizes in ((7, ((8, 4), (5, 3), (3, 2))), (9, ((4, 8), (3, 2))), (3, ((6, 3), (5, 2), (2, 2)))):
-            sizes = [(q, p) for p, q in sizes] if left else sizes
-            ps, qs = zip(*sizes, strict=True)
-            how = plan(Problem(m, ps, qs, torch.float64, left), shape, stages="rows", chunks=2, direct=True)
-            x, factors, _ = make(m, sizes, left=left)
-            with (
-                mock.patch.object(whole_rows, "multiply_into", wraps=whole_rows.multiply_into) as called,
-                mock.patch.object(copies, "copy", wraps=copies.copy) as copied,
-            ):
-                found = multiply(block(x, grid), factors, left, grid=grid, plan=how, alpha=0.5)
-            assert torch.equal(found, block(single(x, factors, left) / 2, grid))
-            seen.append({(len(call.args[0]), len(call.args[2])) for call in called.call_args_list})
-            if seen[-1] == {(how.parts, how.parts)}:  # then nothing is copied but what goes from rank to rank
-                group, me = how.place(grid.rank)
-                there, back = how.legs(group)
-                others = [p for p in range(how.parts) if p != me]
-                crossing = sum(leg.size(me, p) for leg in there for p in others) + sum(leg.size(p, me) for leg in back for p in others)
-                assert sum(call.args[0].nbytes for call in copied.call_args_list) == 8 * crossing
-            assert not any(files.made[-1]._taken)
-    forget_blocks()
-    return seen, grid.shape[0 if left else 1]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs that reach each other's memory, on CPUs")
-@pytest.mark.parametrize(("shape", "left"), [((1, 4), False), ((2, 2), True)])
-def test_direct_stores_in_blocks(ranks: RankPool, shape: tuple[int, int], left: bool, tmp_path: Path) -> None:
-    for seen, parts in ranks.run(direct_in_blocks, shape, left, str(tmp_path)):
-        three, two, odd = seen
-        assert three == {(parts, parts)}
-        assert two == {(parts, 1)}
-        assert odd <= {(1, 1) if parts == 4 else (2, 1)}  # a rank may have no row
 
 
 def direct_without_gpus():

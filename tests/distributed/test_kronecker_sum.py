@@ -8,7 +8,7 @@ from functools import reduce
 import pytest
 import torch
 import torch.distributed as dist
-from products import block, counted_bytes, grid_for
+from products import block, counted_bytes, derive, grid_for, placed, random
 from rank_pool import RankPool, assert_refused
 from sampling import in_full
 from torch.distributed.tensor import DTensor, Shard
@@ -17,16 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastkron_py
 from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid
 from fastkron_py.distributed.replicated import total
-from fastkron_py.kron.operators.algebra import kron_range
 
 SIZES = (4, 5, 3)
 N = math.prod(SIZES)
 # Solves and exponentials of matrices of condition below 100 in float64: some hundred roundings of 1e-16.
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
-
-
-def random(*shape: int, seed: int, dtype=torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def factors_of(kind: str) -> tuple[list, list]:
@@ -71,16 +66,12 @@ def dense(factors, masses=()) -> torch.Tensor:
     return sum(reduce(torch.kron, [f.to(own[0].dtype) for f in term]) for term in terms)
 
 
-def on(grid, arrays):
-    return [a if isinstance(a, int) else a.to(grid.device) for a in arrays]
-
-
 def operator(shape, kind):
     """Every method, forwards."""
     if (grid := grid_for(shape)) is None:
         return None
     factors, masses = factors_of(kind)
-    S = KroneckerSum(on(grid, factors), masses=on(grid, masses) or None, grid=grid)
+    S = KroneckerSum(placed(factors, grid), masses=placed(masses, grid) or None, grid=grid)
     s = dense(factors, masses)
     dtype = s.dtype
     b, c = random(N, 7, seed=1, dtype=dtype), random(6, N, seed=2, dtype=dtype)
@@ -144,16 +135,6 @@ def gradients(shape, kind, second, reduction):
         both = [next(left_over) if i in place else f for i, f in enumerate([*given, *masses])]
         return both[: len(given)], both[len(given) :]
 
-    def derive(losses, leaves, b_local, reduce, scale=1.0):
-        loss, log = losses
-        *first, at_b = torch.autograd.grad(reduce(loss) + log, [*leaves, b_local], create_graph=second)
-        at_b = at_b * scale
-        if not second:
-            return *first, at_b
-        size = sum((g * g).sum() for g in first) + reduce((at_b**2).sum())
-        *again, at_b = torch.autograd.grad(size, [*leaves, b_local])
-        return *again, at_b * scale
-
     def leaves_on(device):
         return [f.to(device).requires_grad_() for f in [*given, *masses] if not isinstance(f, int)]
 
@@ -162,14 +143,14 @@ def gradients(shape, kind, second, reduction):
     S = KroneckerSum(fs, masses=ms or None, grid=grid, reduction=reduction)
     loss = (S.solve(b_local) ** 2).sum() + (S @ b_local).sin().sum()
     loss = loss if ms else loss + (S.expm_multiply(b_local, -0.1) ** 2).sum()
-    mine = derive((loss, S.logdet()), leaves, b_local, lambda v: total([v], grid.group, grid.device, reduction)[0])
+    mine = derive(loss, S.logdet(), leaves, b_local, lambda v: total([v], grid.group, grid.device, reduction)[0], second)
 
     leaves, b_whole = leaves_on("cpu"), b.clone().requires_grad_()
     fs, ms = arrays(leaves)
     s = dense(fs, ms)
     loss = (torch.linalg.solve(s, b_whole) ** 2).sum() + (s @ b_whole).sin().sum()
     loss = loss if ms else loss + ((torch.linalg.matrix_exp(-0.1 * s) @ b_whole) ** 2).sum()
-    expected = derive((loss, s.logdet()), leaves, b_whole, lambda v: weight * v, 1 / weight)
+    expected = derive(loss, s.logdet(), leaves, b_whole, lambda v: weight * v, second, 1 / weight)
     for got, want in zip(mine[:-1], expected[:-1], strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=1e-8, atol=1e-8)
         with pytest.raises(AssertionError):
@@ -191,21 +172,12 @@ def test_gradients(ranks: RankPool, grid_shape: tuple[int, int], kinds: list[tup
 # ---- what ranks hold and send ---------------------------------------------------------------------
 
 
-def test_a_range_of_sums() -> None:
-    vectors = [random(p, seed=i) for i, p in enumerate((3, 5, 2, 4))]
-    whole = fastkron_py.KroneckerSum([v.diag() for v in vectors]).diagonal()
-    for start, stop in [(0, 120), (0, 0), (7, 8), (13, 87), (119, 120), (40, 80)]:
-        torch.testing.assert_close(kron_range(vectors, start, stop, torch.add), whole[start:stop], rtol=1e-14, atol=1e-15)
-    batch = [torch.stack([v, 2 * v]) for v in vectors]
-    torch.testing.assert_close(kron_range(batch, 13, 87, torch.add)[1], 2 * whole[13:87], rtol=1e-14, atol=1e-15)
-
-
 def sent():
     """Exchanges of a product of three terms; the last two act inside this rank's slices."""
     grid = ProcessGrid((dist.get_world_size(), 1))
     n = grid.world_size
     factors = [torch.eye(2 * n, dtype=torch.float64) + 1, *[torch.ones(3, 3, dtype=torch.float64)] * 2]
-    S, counts = KroneckerSum(on(grid, factors), grid=grid), []
+    S, counts = KroneckerSum(placed(factors, grid), grid=grid), []
     x = random(S.shape[0], 4, seed=0)
     with counted_bytes(counts):
         y = S @ block(x, grid)
@@ -251,7 +223,7 @@ def refused(which, alone):
     """One rank, or all, with a wrong argument."""
     grid = ProcessGrid((dist.get_world_size(), 1))
     wrong = not alone or dist.get_rank() == 1
-    factors = on(grid, factors_of("symmetric")[0])
+    factors = placed(factors_of("symmetric")[0], grid)
     b = block(torch.ones(N, 2, dtype=torch.float64), grid)
     given, masses = {
         "not square": ([factors[0][:-1], *factors[1:]], None),

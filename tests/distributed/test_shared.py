@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from products import block, grid_for
+from products import block, grid_for, placed, random
 from rank_pool import RankPool, assert_refused
 
 import fastkron_py
@@ -23,10 +23,6 @@ def rings(shift: float) -> list[torch.Tensor]:
     """Second differences on rings: their eigenvalues come in pairs, whose eigenvectors may be turned."""
     eyes = [torch.eye(p, dtype=torch.float64) for p in SIZES]
     return [(2 + shift) * e - e.roll(1, 0) - e.roll(-1, 0) for e in eyes]
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @contextmanager
@@ -120,7 +116,7 @@ def test_values_are_equal_on_every_rank(ranks: RankPool) -> None:
 def fails(call, where):
     """An error of one rank's own."""
     grid = ProcessGrid((dist.get_world_size(), 1))
-    factors = [f.to(grid.device) for f in rings(0.1)]
+    factors = placed(rings(0.1), grid)
     S, K = KroneckerSum(factors, grid=grid), KroneckerProduct(factors, grid=grid)
     b = block(torch.ones(N, 1, dtype=torch.float64), grid)
     wrong = dist.get_rank() == where

@@ -7,17 +7,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from products import block
+from products import block, dense, placed, random
 from rank_pool import RankPool, assert_refused
 
 from fastkron_py.distributed import KroneckerProduct, ProcessGrid
 
 SIZES = (4, 5, 3)
 N = math.prod(SIZES)
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def symmetric(dtype=torch.float64, sign: float = 1.0) -> list[torch.Tensor]:
@@ -27,14 +23,10 @@ def symmetric(dtype=torch.float64, sign: float = 1.0) -> list[torch.Tensor]:
     return [sign * found[0], *found[1:]]
 
 
-def dense(factors) -> torch.Tensor:
-    return torch.kron(torch.kron(factors[0], factors[1]), factors[2])
-
-
 def under_autocast(shape):
     """The largest relative error of solves in float32 and of their gradients, with autocast on in both passes."""
     grid = ProcessGrid(shape)
-    factors, b = symmetric(torch.float32), random(N, 3, seed=1)
+    factors, b = symmetric(torch.float32), random(N, 3, seed=1, dtype=torch.float32)
     own, mine = [f.to(grid.device).requires_grad_() for f in factors], block(b, grid).requires_grad_()
     K = KroneckerProduct(own, grid=grid)
     whole = [f.double().requires_grad_() for f in factors]
@@ -79,9 +71,9 @@ def signs(times):
         ([torch.diag(torch.tensor([-2.0, 1.0, 3.0])).double()], 0.5),
         ([torch.diag(torch.tensor([-2.0, -1.0, 3.0])).double()], 0.5),
     ]:
-        whole = torch.kron(dense(factors) if len(factors) > 1 else factors[0], torch.eye(times, dtype=torch.float64))
+        whole = dense([*factors, times])
         shifted = whole + shift * torch.eye(len(whole), dtype=torch.float64)
-        given = [f.to(grid.device) for f in factors]
+        given = placed(factors, grid)
         K = KroneckerProduct([*given[:1], times, *given[1:]] if times > 1 else given, grid=grid)
         found.append((float(K.logdet(shift=shift)), float(torch.logdet(shifted))))
     return found
@@ -99,14 +91,10 @@ def test_signs_of_determinants(ranks: RankPool, times: int) -> None:
 def missing():
     """A right-hand side with NaN where the mask leaves equations out."""
     grid = ProcessGrid((dist.get_world_size(), 1))
-    mask, b = random(N, seed=2) > -0.5, random(N, 2, seed=1).double()
+    mask, b = random(N, seed=2) > -0.5, random(N, 2, seed=1)
     b[~mask] = math.nan
     rows, own = grid.block(b.shape)[0], block(b, grid).requires_grad_()
-    x = (
-        KroneckerProduct([f.to(grid.device) for f in symmetric()], grid=grid)
-        .conjugate_gradients(own, mask=mask[rows].to(grid.device), tolerance=1e-12)
-        .x
-    )
+    x = KroneckerProduct(placed(symmetric(), grid), grid=grid).conjugate_gradients(own, mask=mask[rows].to(grid.device), tolerance=1e-12).x
     expected = torch.zeros_like(b)
     expected[mask] = torch.linalg.solve(dense(symmetric())[mask][:, mask], b[mask])
     torch.testing.assert_close(x.detach(), block(expected, grid), rtol=1e-9, atol=1e-9)
@@ -122,8 +110,8 @@ def test_missing_numbers(ranks: RankPool) -> None:
 def refused(what):
     """Conjugate gradients that cannot go on; only one rank has the wrong number."""
     grid = ProcessGrid((dist.get_world_size(), 1))
-    K = KroneckerProduct([f.to(grid.device) for f in symmetric(sign=-1.0 if "definite" in what else 1.0)], grid=grid)
-    b = block(random(N, 2, seed=1).double(), grid)
+    K = KroneckerProduct(placed(symmetric(sign=-1.0 if "definite" in what else 1.0), grid), grid=grid)
+    b = block(random(N, 2, seed=1), grid)
     last = dist.get_rank() == grid.world_size - 1
     if what in ("nan", "inf") and last:
         b[-1, 1] = float(what)

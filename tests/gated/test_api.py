@@ -1,4 +1,4 @@
-"""`gated_linear` and its gradients against the two projections and their gate, written out in float64."""
+"""`gated_linear` and its gradients against the two projections and their gate in float64; two weights as one tensor."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from cache_spy import CacheSpy
 from gated_cases import ACTIVATIONS, LAYOUTS, expected, expected_gradients, pack, problem, relative, served
 from gemm_cases import gemm_columns
+from refusals import assert_refused
 from torch import Tensor
 
 import fastkron_py
@@ -26,8 +28,6 @@ from fastkron_py.tiling.gemm_config import GemmSizes, GemmSpan, GemmTile
 
 # rows, hidden, in: ones, sizes that divide blocks, primes, and several tiles each way under `small_tiles`.
 SHAPES = [(1, 1, 1), (5, 16, 8), (37, 29, 43), (70, 40, 24)]
-# In full on a GPU and by torch; on a CPU the interpreter would take a minute.
-FULL_SHAPES = [(252, 123, 431), (960, 736, 1504), (127, 512, 256)]
 BACKWARDS = ("save", "recompute")
 
 
@@ -142,34 +142,6 @@ def test_two_launches(
             assert_close(a, e, rms_tol=2e-6, max_tol=2e-5)
 
 
-def test_two_launches_of_rows_in_turn(
-    divided: list[list[int]], device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An interleaved weight and its bias read as they lie."""
-    from fastkron_py.gated import launches as triton_gated
-
-    monkeypatch.setattr(triton_gated.Gated, "__new__", partial(triton_gated.Gated.__new__, as_halves=False))
-    x, up, gate, _ = problem(37, 72, 24, torch.float32, device, generator)
-    biases = torch.randn(2, 72, generator=generator).to(device)
-    with fastkron_py.backend("triton"):
-        y = gated_linear(x, pack(up, gate, "interleaved"), bias=pack(*biases, "interleaved"), precision="highest")
-    assert_close(y, expected(x, up, gate, "silu", (biases[0], biases[1])), rms_tol=2e-6, max_tol=2e-5)
-    assert divided == [[128, 16]]
-
-
-def test_rows_in_turn(small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interleaved weight read as it lies, not as two matrices."""
-    from fastkron_py.gated import launches as triton_gated
-
-    monkeypatch.setattr(triton_gated.Gated, "__new__", partial(triton_gated.Gated.__new__, as_halves=False))
-    assert not triton_gated.Gated("silu", "interleaved", "highest").as_halves
-    given = problem(70, 72, 40, torch.float32, device, generator)
-    with fastkron_py.backend("triton"):
-        for backward in BACKWARDS:
-            actual = gradients(*given, backward=backward, precision="highest")
-            assert_gradients(actual, expected_gradients(*given, "silu"), torch.float32)
-
-
 @pytest.mark.parametrize("has_descriptors", [True, False])
 def test_a_whole_mlp(
     has_descriptors: bool, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
@@ -188,18 +160,6 @@ def test_a_whole_mlp(
             dx, dw, ddown = torch.autograd.grad(y, given, dy)
         for a, e in zip((dx, *dw, ddown), reference, strict=True):
             assert_close(a, e, rms_tol=2e-6, max_tol=1e-5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape", FULL_SHAPES, ids=str)
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
-def test_full_shapes(shape: tuple[int, int, int], backend: str, device: torch.device, generator: torch.Generator) -> None:
-    for layout in LAYOUTS:
-        given = problem(*shape, torch.bfloat16, device, generator)
-        reference = expected_gradients(*given, "silu")
-        with fastkron_py.backend(backend):
-            for backward in BACKWARDS:
-                assert_gradients(gradients(*given, layout, backward=backward), reference, torch.bfloat16)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -270,26 +230,6 @@ def test_frozen_arguments_are_skipped(backend_name: str, device: torch.device, g
     assert_close(weight.grad, pack(2 * reference[2], 2 * reference[3], "interleaved"), rms_tol=2e-6, max_tol=1e-5)
 
 
-def test_strides(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    """Transposed, cut out of a larger matrix, off a 16-byte boundary, broadcast, reversed in its batch."""
-    for layout in LAYOUTS:
-        x, up, gate, _ = problem(12, 16, 24, torch.float32, device, generator)
-        reference = expected(x, up, gate, "silu").float()
-        weight = pack(up, gate, layout)
-        wide = torch.full((12, 40), torch.nan, device=device)
-        wide[:, 3:27] = x
-        for t in (x.mT.contiguous().mT, wide[:, 3:27]):
-            assert_close(gated_linear(t, weight, layout=layout), reference)
-        turned = weight.mT.contiguous().mT
-        padded = torch.nn.functional.pad(weight, (1, 2))[..., 1:-2]
-        for w in (turned, padded):
-            assert_close(gated_linear(x, w, layout=layout), reference)
-        several = gated_linear(x[:1].expand(5, 12, 24)[:, ::3], weight, layout=layout)
-        assert_close(several, reference[:1].expand(5, 4, 16).contiguous())
-        assert gated_linear(x.reshape(2, 6, 24).transpose(0, 1), weight, layout=layout).shape == (6, 2, 16)
-        assert_close(gated_linear(x[0], weight, layout=layout), reference[0])
-
-
 def test_empty(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     for shape, layout in product([(0, 4, 3), (5, 0, 3), (5, 4, 0)], LAYOUTS):
         rows, hidden, depth = shape
@@ -324,3 +264,102 @@ def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
     weight = torch.randn(2, hidden, depth, device=device, dtype=torch.bfloat16) / depth**0.5
     y = gated_linear(x, weight, layout="stacked")
     assert relative(y[-300:], expected(x[-300:], weight[0], weight[1], "silu")) < 2.0e-3
+
+
+# ---- two weights ----------------------------------------------------------------------------------
+
+
+HIDDEN, DEPTH = 24, 16
+PLACES = ("together", "apart", "apart, gate first", "one tensor twice", "other strides")
+
+
+def weights(place: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """up, gate ``[HIDDEN, DEPTH]``, parameters."""
+    both = torch.randn(2, HIDDEN, DEPTH, device=device)
+    if place == "together":
+        up, gate = both
+    elif place == "one tensor twice":
+        up = gate = both[0]
+    elif place == "other strides":
+        up, gate = both[0].clone(), both[1].mT.contiguous().mT
+    else:
+        low, high = sorted([torch.empty_like(both[0]) for _ in range(2)], key=Tensor.data_ptr)
+        up, gate = (low, high) if place == "apart" else (high, low)
+        up.copy_(both[0])
+        gate.copy_(both[1])
+    return up.detach().requires_grad_(), gate.detach().requires_grad_()
+
+
+def tensors(place: str, device: torch.device, whole: bool = True, bias: bool = True) -> list[Any]:
+    """x, up, gate, bias, down, down_bias, all with a gradient."""
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    return [
+        made(2, 3, DEPTH),
+        *weights(place, device),
+        made(2, HIDDEN) if bias else None,
+        made(5, HIDDEN) if whole else None,
+        made(5) if whole and bias else None,
+    ]
+
+
+def call(given: list[Any], backward: str = "save") -> Tensor:
+    x, up, gate, bias, down, down_bias = given
+    both = None if bias is None else (bias[0], bias[1])
+    if down is None:
+        return gated_linear(x, (up, gate), bias=both, backward=backward)
+    return gated_mlp(x, (up, gate), down, bias=both, down_bias=down_bias, backward=backward)
+
+
+def written_out(given: list[Any]) -> Tensor:
+    x, up, gate, bias, down, down_bias = given
+    linear = torch.nn.functional.linear
+    up_bias, gate_bias = (None, None) if bias is None else bias
+    y = linear(x, up, up_bias) * torch.nn.functional.silu(linear(x, gate, gate_bias))
+    return y if down is None else linear(y, down, down_bias)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_values_and_gradients(place: str, backend_name: str, device: torch.device) -> None:
+    """Three times on other memory and numbers. The second and the third can be repetitions; nothing is copied or joined."""
+    for whole, bias, backward in ((True, True, "save"), (False, False, "save"), (True, False, "recompute")):
+        for _ in range(3):
+            given = tensors(place, device, whole, bias)
+            y = call(given, backward)
+            double = [None if t is None else t.detach().double().requires_grad_() for t in given]
+            expected = written_out(double)
+            assert_close(y, expected, rms_tol=2e-6, max_tol=2e-5)
+            dy = torch.randn_like(y)
+            there = [i for i, t in enumerate(given) if t is not None]
+            found = torch.autograd.grad(y, [given[i] for i in there], dy)
+            for a, b in zip(found, torch.autograd.grad(expected, [double[i] for i in there], dy.double()), strict=True):
+                assert_close(a, b, rms_tol=2e-6, max_tol=2e-5)
+        # Gradients have memory of their own, as autograd's have.
+        assert len({t.untyped_storage().data_ptr() for t in found}) == len(found)
+        frozen = [given[0].detach(), given[1], given[2].detach(), *given[3:]]
+        alone = torch.autograd.grad(call(frozen, backward), given[1], dy)
+        assert_close(alone[0], found[1].double(), rms_tol=2e-6, max_tol=2e-5)
+
+
+X, W = torch.randn(3, 4), torch.randn(5, 4)
+
+
+REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+    ((W,), None, ValueError, "weight: expected a pair (up, gate); got 1 tensors, 0 of them None"),
+    ((W, None), None, ValueError, "weight: expected a pair (up, gate); got 2 tensors, 1 of them None"),
+    ((W, W[:4]), None, ValueError, "weight[1]: expected weight[0]'s shape (5, 4); got shape (4, 4)"),
+    ((W, W.double()), None, TypeError, "weight[1]: expected x's dtype torch.float32; got torch.float64"),
+    ((W[None], W[None]), None, ValueError, "weight[0]: expected [hidden, in]; got shape (1, 5, 4)"),
+    ((W[:, :3], W[:, :3]), None, ValueError, "weight[0]: expected a last dimension of x's 4 inputs; got shape (5, 3)"),
+    ((W, W), torch.ones(2, 5), TypeError, "bias: expected a pair (up, gate), since weight is one; got torch.Tensor"),
+    ((W, W), (torch.ones(5), None), ValueError, "bias: expected a pair (up, gate); got 2 tensors, 1 of them None"),
+    ((W, W), (torch.ones(5), torch.ones(4)), ValueError, "bias: expected a pair of shape (hidden,); got shapes (5,) and (4,)"),
+    ((W, W), (torch.ones(4), torch.ones(4)), ValueError, "bias: expected shape (2, 5), that of the weight's rows; got shape (2, 4)"),
+]
+
+
+def test_refusals() -> None:
+    for weight, bias, error, message in REFUSED:
+        assert_refused(partial(gated_linear, X, weight, bias=bias), error, message)

@@ -12,12 +12,11 @@ from gated_cases import expected, relative, served
 from torch import Tensor
 
 from fastkron_py.functional import gated_linear, gated_mlp
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.tiling import gemm_config as tuning
 from fastkron_py.tiling.gemm_config import GemmSpan, GemmTile
 
 ROWS, HIDDEN, DEPTH = 6, 16, 24
-TOLERANCE = 4e-6  # float32-class, as in `test_cached`
+TOLERANCE = 4e-6  # float32-class
 Given = tuple[Tensor, Tensor, Tensor, Any, Any, Any]
 
 
@@ -58,30 +57,6 @@ def assert_right(given: Given, y: Tensor, dy: Tensor, **options: Any) -> list[Te
     for f, e in zip(found, torch.autograd.grad(right, [w for _, w in pairs], dy.double()), strict=True):
         assert relative(f, e) < TOLERANCE
     return list(found)
-
-
-@pytest.mark.parametrize("backward", ["save", "recompute"])
-@pytest.mark.parametrize(
-    ("bias", "whole", "frozen"), [(False, True, ""), (True, True, ""), (True, False, ""), (False, True, "24"), (False, True, "012")]
-)
-def test_halves_repeat_bit_for_bit(bias: bool, whole: bool, frozen: str, backward: str, spy: CacheSpy, device: torch.device) -> None:
-    """On other memory and numbers each time, against float64 and a program of its own."""
-    for turn in range(3):
-        given = layer(device, frozen, bias, whole)
-        y = result(given, backward)
-        dy = torch.randn_like(y)
-        found = assert_right(given, y, dy)
-        assert served(spy) == (turn > 0, turn > 0)
-    CACHE.forget()
-    again = result(given, backward)
-    assert torch.equal(again, y)
-    other = torch.autograd.grad(again, [t for t in given if t is not None and t.requires_grad], dy)
-    assert all(torch.equal(a, b) for a, b in zip(found, other, strict=True))
-    served(spy)
-    with torch.no_grad():
-        results = [result(given, backward) for _ in range(2)]
-    assert served(spy)[0] == 1
-    assert all(torch.equal(r, y) and not r.requires_grad for r in results)
 
 
 @pytest.mark.parametrize("backward", ["save", "recompute"])
@@ -131,27 +106,6 @@ def test_weights_that_move(backward: str, spy: CacheSpy, device: torch.device) -
     for counts in ((0, 1), (1, 1), (1, 1)):  # calls of another order, cached as well
         assert_right(given, result(given, backward), dy)
         assert served(spy) == counts
-
-
-@pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_kept_graphs_and_further_derivatives(backward: str, spy: CacheSpy, device: torch.device) -> None:
-    given = layer(device)
-    dy = torch.randn(2, 3, DEPTH, device=device)
-    result(given, backward)
-    y = result(given, backward)
-    kept = assert_right(given, y, dy, retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(kept, assert_right(given, y, dy), strict=True))
-    assert served(spy) == (1, backward == "recompute")  # else the second pass is the first one that overwrites what was saved
-
-    def second(y: Tensor, leaves: list[Any]) -> tuple[Tensor, ...]:
-        gradients = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves)
-
-    right, wide = in_float64(given)
-    found = second(result(given, backward), [t for t in given if t is not None])
-    for f, e in zip(found, second(right, [w for w in wide if w is not None]), strict=True):
-        assert relative(f, e) < 1e-5
-    assert served(spy)[0] == 1
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -208,26 +162,3 @@ def test_gradients_of_other_strides(backward: str, spy: CacheSpy, device: torch.
     for d in (dy, dy, _strided(dy), torch.ones((), device=device).expand_as(dy), dy.transpose(0, 1).contiguous().transpose(0, 1), dy):
         assert_right(given, result(given, backward), d)
     assert served(spy) == (5, 2)
-
-
-def test_settings_that_change_before_the_backward_pass(spy: CacheSpy, device: torch.device) -> None:
-    """Programs that were forgotten are built anew; torch's precision is that of the backward pass."""
-    given = layer(device, whole=False)
-    dy = torch.randn(2, 3, HIDDEN, device=device)
-    for _ in range(2):
-        assert_right(given, result(given, "recompute"), dy)
-    assert served(spy) == (1, 1)
-    y, again = (result(given, "recompute") for _ in range(2))
-    CACHE.forget()
-    assert_right(given, y, dy)
-    assert served(spy) == (2, 0)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        torch.autograd.grad(again, given[:3], dy)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert served(spy) == (0, 0)
-    for turn in range(2):
-        assert_right(given, result(given, "recompute", "highest"), dy)
-        assert served(spy) == (turn, turn)

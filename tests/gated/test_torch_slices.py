@@ -14,7 +14,7 @@ import fastkron_py
 from fastkron_py import gated_linear
 from fastkron_py.gated import program, torch_backend
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import cpu_products, cpu_slices
+from fastkron_py.tiling import torch_products
 
 ROWS = 3  # of a slice
 
@@ -23,9 +23,9 @@ ROWS = 3  # of a slice
 def sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of three rows, sums over three rows at a time, and no layer small enough for autograd's own record."""
     monkeypatch.setattr(torch_backend, "PRODUCT_ROWS", ROWS)
-    monkeypatch.setattr(cpu_slices, "SLICE_ELEMENTS", 1)
-    monkeypatch.setattr(cpu_slices, "GPU_SLICE_ELEMENTS", 1)
-    monkeypatch.setattr(cpu_products, "ONEDNN_TERMS", ROWS)
+    monkeypatch.setattr(torch_products, "SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(torch_products, "GPU_SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(torch_products, "ONEDNN_TERMS", ROWS)
     monkeypatch.setattr(program, "_SMALL", 0)
 
 

@@ -7,7 +7,7 @@ import torch
 from canonical_cases import watch_kernels
 
 import fastkron_py
-from fastkron_py.kron import hadamard_factors
+from fastkron_py.kron.hadamard import has_additions
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ OTHERS = [48, 80, 112, 96, 640, 768, 1536, 3584, 5120, 12288, 14336, 28672]  # m
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched."""
     device = torch.device("cuda")
-    if not hadamard_factors.has_additions(1, 4, SINGLE, device, "auto"):
+    if not has_additions(1, 4, SINGLE, device, "auto"):
         pytest.skip("needs a GPU whose kernels Triton compiles from Gluon")
     return watch_kernels(monkeypatch)
 
@@ -93,21 +93,6 @@ def test_views(n: int, dtype: torch.dtype, launched: list[str]) -> None:
         assert set(launched) == {KERNEL}
 
 
-def test_numbers_without_an_end(launched: list[str]) -> None:
-    """Infinities and NaNs go where additions of them go, and not to other rows."""
-    for n in (256, 28 * 16):
-        x = torch.randn(40, n, device="cuda")
-        x[3, 5], x[9, 7] = float("inf"), float("nan")
-        y = fastkron_py.hadamard(x)
-        assert torch.isinf(y[3]).all()
-        assert torch.isnan(y[9]).all()
-        assert torch.isfinite(y[[i for i in range(40) if i not in (3, 9)]]).all()
-    large = torch.zeros(1, 28 * 16, device="cuda")
-    large[0, 0] = torch.finfo(torch.float32).max
-    assert torch.isfinite(fastkron_py.hadamard(large)).all()
-    assert KERNEL in launched
-
-
 @pytest.mark.parametrize("n", [64, 1024, 8192, 28 * 64])
 def test_in_place(n: int, launched: list[str]) -> None:
     """No memory is taken, in place or for another tensor."""
@@ -131,28 +116,3 @@ def test_in_place(n: int, launched: list[str]) -> None:
     fastkron_py.hadamard(x, out=x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
-
-
-def test_compiled(launched: list[str]) -> None:
-    compiled = torch.compile(lambda x: fastkron_py.hadamard(x, scale=0.25) + 1, fullgraph=True)
-    for n in (256, 28 * 16):
-        x = torch.randn(4, n, device="cuda")
-        assert torch.equal(compiled(x), fastkron_py.hadamard(x, scale=0.25) + 1)
-    assert KERNEL in launched
-
-
-def test_other_ways(launched: list[str]) -> None:
-    """A tensor as the scale has a gradient, autocast its dtype, a backend its own way."""
-    x = torch.randn(4, 64, device="cuda")
-    scale = torch.tensor(0.5, device="cuda", requires_grad=True)
-    y = fastkron_py.hadamard(x, scale=scale)
-    (gradient,) = torch.autograd.grad(y.sum(), scale)
-    assert_close(gradient, expected(x, 1.0).sum())
-    assert KERNEL not in launched
-    with torch.autocast("cuda", dtype=BRAIN):
-        assert fastkron_py.hadamard(x).dtype == BRAIN
-    assert KERNEL in launched
-    launched.clear()
-    with fastkron_py.backend("torch"):
-        assert_close(fastkron_py.hadamard(x), expected(x, 1.0))
-    assert launched == []

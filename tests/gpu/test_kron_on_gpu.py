@@ -13,7 +13,7 @@ from shapes_list import BATCHES, REAL, Case, assert_near, assert_same, call, exp
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py import kron_matmul, kron_matmul_left
+from fastkron_py import kron_matmul
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,19 +82,6 @@ def test_cuda_graph(case: Case, dtype: torch.dtype, left: bool, backend_name: st
         assert_near(replayed[0], expected(x, factors, left=left, alpha=0.5))
 
 
-def test_make_graphed_callables(backend_name: str, generator: torch.Generator) -> None:
-    x, (f, _) = needing_grad(power(64, 16, 16, 2), torch.float32, generator, False)
-
-    def function(x: Tensor, f: Tensor) -> Tensor:
-        return kron_matmul(x, [f, f])
-
-    graphed = torch.cuda.make_graphed_callables(function, (x.detach().clone().requires_grad_(), f.detach().clone().requires_grad_()))
-    got, want = graphed(x, f), function(x, f)
-    assert_same(got, want)
-    for g, w in zip(torch.autograd.grad(got.sum(), [x, f]), torch.autograd.grad(want.sum(), [x, f]), strict=True):
-        assert_same(g, w)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_side_stream(case: Case, dtype: torch.dtype, backend_name: str, generator: torch.Generator) -> None:
@@ -156,32 +143,6 @@ def test_second_device(backend_name: str, generator: torch.Generator) -> None:
         kron_matmul(x, there[1:])
 
 
-def test_threads_with_streams(backend_name: str, generator: torch.Generator) -> None:
-    """Four threads, each with a stream of its own."""
-    import threading
-
-    work = [needing_grad(power(16 + i, 8, 8, 3), torch.float32, generator, False) for i in range(4)]
-    want = [step(x, factors, False) for x, factors in work]
-    torch.cuda.synchronize()
-    got: dict[int, list[Tensor]] = {}
-
-    def run(i: int) -> None:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream), fastkron_py.backend(backend_name):
-            for _ in range(10):
-                got[i] = step(*work[i], False)
-        stream.synchronize()
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    for i, results in enumerate(want):
-        for g, w in zip(got[i], results, strict=True):
-            assert_same(g, w)
-
-
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
@@ -226,21 +187,6 @@ def test_more_than_2_31_elements(dtype: torch.dtype, backend_name: str, generato
     sums = torch.stack([part.float().square().sum(-1) for part in y.split(100)][:-1])
     assert bool((sums / width > 0.01).all())
     assert bool(sums.isfinite().all())
-
-
-@ONE_AT_A_TIME
-def test_more_than_2_31_elements_left(backend_name: str, generator: torch.Generator) -> None:
-    """The left form's columns, sampled: strides along which a 32-bit offset would wrap."""
-    columns, width = 2200, 16**5
-    if free_bytes() < 4.2 * columns * width * 2:
-        pytest.skip(f"needs {4.2 * columns * width * 2 / 2**30:.0f} GiB of GPU memory")
-    _, factors = problem(power(1, 16, 16, 5), torch.bfloat16, torch.device("cuda"), generator)
-    torch.use_deterministic_algorithms(False)
-    x = torch.empty(width, columns, dtype=torch.bfloat16, device="cuda")
-    fill(x)
-    y = kron_matmul_left(factors, x)
-    for column in (0, 1, columns // 2, columns - 1):
-        assert_near(y[:, column : column + 1], expected(x[:, column : column + 1].contiguous(), factors, left=True))
 
 
 @ONE_AT_A_TIME
@@ -395,14 +341,3 @@ def test_float32_precision(precision: str, backend_name: str, generator: torch.G
     # Tensor cores may cut operands off to TF32's 10 bits: at most 2^-10 in each of the three products.
     assert error <= (1e-6 if precision == "highest" else 3 * 2.0**-10)
     assert math.isfinite(error)
-
-
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=ids)
-def test_autocast(half: torch.dtype, backend_name: str, generator: torch.Generator) -> None:
-    x, factors = needing_grad(power(64, 16, 16, 2), torch.float32, generator, False)
-    with torch.autocast("cuda", half):
-        y = kron_matmul(x, factors)
-    assert y.dtype == half
-    assert_same(y, kron_matmul(x.to(half), [f.to(half) for f in factors]))
-    for t, g in zip([x, *factors], torch.autograd.grad(y.float().sum(), [x, *factors]), strict=True):
-        assert (g.dtype, g.shape) == (t.dtype, t.shape)

@@ -11,8 +11,8 @@ import torch
 import fastkron_py
 from fastkron_py import functional
 from fastkron_py.kron import backward as backward_module
-from fastkron_py.kron import forward
-from fastkron_py.tiling.long_products import by_parts
+from fastkron_py.kron import planner
+from fastkron_py.tiling.torch_products import by_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +66,7 @@ def last_terms(terms: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("algorithm", ["matmul", "copying"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_gradients_of_factors(dtype: torch.dtype, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "best_algorithm", lambda *_: algorithm)
+    monkeypatch.setattr(planner, "best_algorithm", lambda *_: algorithm)
     monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
     for p, q, terms in WRONG + sizes(1, 40, 60_000):
         x, dy = last_terms(terms, p, dtype), torch.ones(terms, q, device=DEVICE, dtype=dtype)

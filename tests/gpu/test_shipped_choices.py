@@ -10,8 +10,8 @@ import pytest
 import torch
 from tuning_cases import HERE, carry_out, expected, launches_by, operands, version
 
-from fastkron_py.kron.tune import cache, table
-from fastkron_py.kron.tune.entry import Entry
+from fastkron_py.kron.tune import table
+from fastkron_py.kron.tune.table import Entry
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ MOST_ELEMENTS = 1 << 26  # of the larger of x and the result: the reference is i
 
 def shipped() -> list[Entry]:
     file = resources.files("fastkron_py.kron.tune") / "tables" / table.file_name(HERE)
-    entries = cache.parse(file.read_text(encoding="utf-8"), file.name) if file.is_file() else {}
+    entries = table.parse(file.read_text(encoding="utf-8"), file.name) if file.is_file() else {}
     return [e for e in entries.values() if e.choice is not None and e.problem.triton == version()]
 
 

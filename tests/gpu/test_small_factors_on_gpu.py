@@ -7,9 +7,9 @@ import torch
 from canonical_cases import watch_kernels
 
 import fastkron_py
-from fastkron_py.kron.families import small_factors
-from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.plan import plan
+from fastkron_py.kron import planner
+from fastkron_py.kron.families import butterfly
+from fastkron_py.runtime.device import gpu_of
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -23,12 +23,12 @@ PROBLEMS = [*[(shapes, dtype) for dtype in (SINGLE, DOUBLE) for shapes in SHAPES
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched; any number of rows takes this one."""
-    if not kernels.has_small_factors(torch.device("cuda"), SINGLE, "highest"):
+    if not butterfly.takes(SINGLE, gpu_of(torch.device("cuda"))):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(small_factors, "small_factors_cost", lambda *sizes: 0.0)
-    plan.plan.cache_clear()
+    monkeypatch.setattr(butterfly, "small_factors_cost", lambda *sizes: 0.0)
+    planner.plan.cache_clear()
     yield watch_kernels(monkeypatch)
-    plan.plan.cache_clear()
+    planner.plan.cache_clear()
 
 
 def problem(shapes: tuple[int, ...], dtype: torch.dtype, rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

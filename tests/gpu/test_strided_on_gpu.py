@@ -37,21 +37,6 @@ def test_it_copies_a_matrix_and_nothing_beside_it(
     assert torch.equal(to, expected)
 
 
-def test_on_a_side_stream_behind_its_earlier_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    of, to = torch.zeros(64, 1 << 16, device="cuda"), torch.full((64, 1 << 15), torch.nan, device="cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(50):
-            of.add_(1.0)
-    monkeypatch.setattr(copies, "RUN_BYTES", 1)
-    assert copied(to[:, None], of[:, None, 1 << 15 :], monkeypatch, stream)
-    with torch.cuda.stream(stream):
-        of.fill_(-1.0)
-    stream.synchronize()
-    assert torch.equal(to, torch.full_like(to, 50.0))
-
-
 def test_what_it_leaves_to_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lazy conjugates, rows one on top of the other, rows that are too far apart, and short runs."""
     x = torch.randn(4, 1, 8, device="cuda", dtype=torch.complex64)

@@ -10,10 +10,10 @@ import torch
 from canonical_cases import by_factors, multiply, problem, watch_kernels
 
 import fastkron_py
+from fastkron_py.kron import planner
 from fastkron_py.kron.families import slice_pair, whole_row
-from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.plan import plan
 from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.device import gpu_of
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -47,13 +47,13 @@ SHAPES = {
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that are launched; few rows take this one too, and none the kernel for pairs, which may save a launch."""
-    if not kernels.has_whole_row(torch.device("cuda"), torch.bfloat16):
+    if not whole_row.takes(torch.bfloat16, gpu_of(torch.device("cuda"))):
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(whole_row, "whole_row_cost", lambda moved, rows: 0.0)
     monkeypatch.setattr(slice_pair, "slice_pairs", lambda *sizes: iter(()))
-    plan.plan.cache_clear()
+    planner.plan.cache_clear()
     yield watch_kernels(monkeypatch)
-    plan.plan.cache_clear()
+    planner.plan.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -108,17 +108,6 @@ def test_nothing_between_the_first_steps_overflows(shape: tuple[int, ...], launc
     assert KERNEL in launched
 
 
-@pytest.mark.parametrize("shape", [(32,) * 3, (16,) * 4, (32, 8, 32)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_infinities_stay_in_their_rows(shape: tuple[int, ...], dtype: torch.dtype, launched: list[str]) -> None:
-    x, factors = problem(dtype, torch.device("cuda"), 1, 3, shape, shape, 1)
-    x[0, 1, 7] = float("inf")
-    y = multiply(x, factors)
-    assert not y[0, 1].isfinite().any()
-    assert_close(y[:, ::2], by_factors(x[:, ::2], factors), steps=12)
-    assert KERNEL in launched
-
-
 def test_an_addend_in_columns(launched: list[str]) -> None:
     """z's columns are further apart than 32 bits reach."""
     x, factors = problem(torch.bfloat16, torch.device("cuda"), 1, 2, (32,) * 3, (32,) * 3, 1)
@@ -127,16 +116,6 @@ def test_an_addend_in_columns(launched: list[str]) -> None:
     y = multiply(x, factors, z, 0.5, 2.0)
     assert_close(y, 0.5 * by_factors(x, factors) + 2.0 * z.double(), steps=12)
     assert KERNEL in launched
-
-
-def test_a_wrong_factor_would_show(launched: list[str]) -> None:
-    """The control: one element of one factor that is off by a thousandth of the factor's norm."""
-    x, factors = problem(torch.float16, torch.device("cuda"), 1, 2, (32,) * 3, (32,) * 3, 1)
-    off = [factors[0].clone(), *factors[1:]]
-    off[0][0, 3, 5] += 1.0
-    y = multiply(x, off)
-    with pytest.raises(AssertionError, match="is not close"):
-        assert_close(y, by_factors(x, factors), steps=12)
 
 
 def test_gradients(launched: list[str]) -> None:

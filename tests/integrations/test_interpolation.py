@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from gpytorch import kernels
 from integrations_reference import dense
-from linear_operator.operators import DenseLinearOperator, InterpolatedLinearOperator, ToeplitzLinearOperator
+from linear_operator.operators import InterpolatedLinearOperator
 from torch import Tensor
 
 from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, interpolation, use_fastkron
@@ -95,48 +92,6 @@ def test_one_matrix_serves_both_sides_and_is_made_once(monkeypatch: pytest.Monke
         assert len(made) == 2
 
 
-def test_copies() -> None:
-    """What is remembered is not copied: torch copies no matrix of compressed rows."""
-    x = torch.randn(M, 2)
-    with use_fastkron(), torch.no_grad():
-        operator = interpolated((), torch.device("cpu"))[0]
-        y = operator._matmul(x)
-        for other in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
-            assert torch.equal(other._matmul(x), y)
-
-
-def test_inference_mode() -> None:
-    """Tensors made there count no writes, so that nothing is remembered of them."""
-    indices, values = weights(N, 4, (), torch.device("cpu"))
-    x = torch.randn(N, 2)
-    with use_fastkron(), torch.inference_mode():
-        indices, values = indices.clone(), values.clone()
-        operator = InterpolatedLinearOperator(
-            KroneckerLinearOperator(torch.randn(3, 3), torch.randn(4, 4)), indices, values, indices, values
-        )
-        first = operator._matmul(x)
-        values.mul_(2)
-        assert_close(operator._matmul(x), 4 * first.double(), rms_tol=1e-6, max_tol=1e-5)
-
-
-def test_what_is_left_to_linear_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bases that are not ours, operands with other batches, and products that a gradient passes through."""
-    taken = []
-    monkeypatch.setattr(interpolation, "matmul", lambda *a: taken.append(1))
-    x = torch.randn(M, 3)
-    with use_fastkron():
-        operator, left, base, right = interpolated((), torch.device("cpu"))
-        whole = left @ base @ right.mT
-        assert_close(operator._matmul(x), (whole @ x.double()).detach(), rms_tol=1e-6, max_tol=1e-5)  # the factors want gradients
-        with torch.no_grad():
-            batched = torch.randn(2, M, 3)
-            assert_close(operator._matmul(batched), whole @ batched.double(), rms_tol=1e-6, max_tol=1e-5)
-            assert_close(operator._matmul(x[:, 0]), whole @ x[:, 0].double(), rms_tol=1e-6, max_tol=1e-5)
-            stock = InterpolatedLinearOperator(DenseLinearOperator(base.float()), *operator._args[1:])
-            assert_close(stock._matmul(x), whole @ x.double(), rms_tol=1e-6, max_tol=1e-5)
-    assert not taken
-
-
 def test_diagonals(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """By products with 1, 2 and all columns at a time, with gradients of factors and weights."""
     monkeypatch.setattr(KroneckerLinearOperator, "_get_indices", lambda *_: pytest.fail("looked up"))
@@ -152,13 +107,6 @@ def test_diagonals(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None
         pairs = zip(torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(reference.sum(), leaves), strict=True)
         for gradient, expected in pairs:
             assert_close(gradient, expected.double(), rms_tol=2e-6, max_tol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"), [(lambda: torch.rand(1, 9), GridDenseLinearOperator), (lambda: torch.rand(600), ToeplitzLinearOperator)]
-)
-def test_skip_s_grids(make: Callable[[], Tensor], kind: type) -> None:
-    assert type(interpolation.made_dense(ToeplitzLinearOperator(make()))) is kind
 
 
 def test_skip_takes_dense_grids(stock_fails: None) -> None:

@@ -12,7 +12,6 @@ from integrations_reference import dense, kron
 from linear_operator.operators import (
     ConstantDiagLinearOperator,
     DenseLinearOperator,
-    DiagLinearOperator,
     IdentityLinearOperator,
     ToeplitzLinearOperator,
     TriangularLinearOperator,
@@ -72,14 +71,6 @@ class TestBatch(Square, unittest.TestCase):
 
 
 @pytest.mark.full
-class TestMultiBatch(Square, unittest.TestCase):
-    skip_slq_tests = True
-
-    def create_linear_op(self) -> Any:
-        return KroneckerLinearOperator(*[leaf(f).detach().repeat(2, 3, 1, 1).requires_grad_() for f in (A, B)])
-
-
-@pytest.mark.full
 class TestStructured(Square, unittest.TestCase):
     """A Toeplitz factor between an identity, which is a batch, and a constant diagonal, which is a number.
 
@@ -90,12 +81,6 @@ class TestStructured(Square, unittest.TestCase):
         constant = ConstantDiagLinearOperator(leaf([[1.5], [0.5]]), 2)
         toeplitz = ToeplitzLinearOperator(leaf([[3.0, 1.0, 0.5], [2.0, -0.5, 0.1]]))
         return KroneckerLinearOperator(IdentityLinearOperator(2, torch.Size([2]), device=torch.device(self.device)), toeplitz, constant)
-
-
-@pytest.mark.full
-class TestDiagonalFactor(Square, unittest.TestCase):
-    def create_linear_op(self) -> Any:
-        return KroneckerLinearOperator(leaf(A), DiagLinearOperator(leaf([1.0, 2.0, 4.0])))
 
 
 @pytest.mark.full
@@ -140,11 +125,6 @@ class Rectangular(Device, RectangularLinearOperatorTestCase):
 
 class TestRectangular(Rectangular, unittest.TestCase):
     pass
-
-
-@pytest.mark.full
-class TestRectangularMultiBatch(Rectangular, unittest.TestCase):
-    batch = (3, 4)
 
 
 @pytest.mark.full

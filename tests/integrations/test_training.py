@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import gpytorch
 import pytest
 import torch
-from gp_models import CASES, Case, ExactModel, Outcome, grid_kernel, iterative, ski, train
-from linear_operator.operators import KroneckerProductLinearOperator
+from gp_models import CASES, Case, Outcome, ski, train
 from torch import Tensor
 
-from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, interpolation, use_fastkron
+from fastkron_py.integrations.gpytorch import interpolation, use_fastkron
 from fastkron_py.integrations.gpytorch.interpolation import GridDenseLinearOperator
 from fastkron_py.integrations.gpytorch.operators import FastProducts
 
@@ -84,15 +82,6 @@ def test_training_agrees_with_stock(case: Case, dtype: torch.dtype, place: torch
     assert worst(ours, stock) < TOLERANCES[dtype]
 
 
-def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch, place: torch.device) -> None:
-    stock = train(CASES[0], torch.float64, place, steps=3)
-    derive = FastProducts._bilinear_derivative
-    monkeypatch.setattr(FastProducts, "_bilinear_derivative", lambda *a: tuple(g if g is None else g + 1e-3 for g in derive(*a)))
-    with use_fastkron():
-        ours = train(CASES[0], torch.float64, place, steps=3)
-    assert worst(ours, stock) > TOLERANCES[torch.float64]
-
-
 def test_backward_after_the_block(place: torch.device, count: Count) -> None:
     kernel = ski(2).to(place)
     x = torch.rand(30, 2, device=place)
@@ -101,15 +90,6 @@ def test_backward_after_the_block(place: torch.device, count: Count) -> None:
     assert count.products == 1
     loss.backward()
     assert count.gradients == 1
-
-
-def test_a_model_without_kronecker_factors_is_not_touched(count: Count) -> None:
-    x, y = torch.rand(20, 2), torch.rand(20)
-    likelihood = gpytorch.likelihoods.GaussianLikelihood()
-    with use_fastkron():
-        model = ExactModel(x, y, likelihood, gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()))
-        (-gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)(model(x), y)).backward()
-    assert (count.products, count.gradients) == (0, 0)
 
 
 def variational(strategy: str, dtype: torch.dtype, place: torch.device) -> tuple[Tensor, Tensor]:
@@ -165,52 +145,3 @@ def test_variational_strategies(strategy: str, place: torch.device, count: Count
         ours = variational(strategy, torch.float64, place)
     assert count.products > 0
     assert max(distance(a, b) for a, b in zip(ours, stock, strict=True)) < TOLERANCES[torch.float64]
-
-
-def test_a_preconditioner_of_the_operator(place: torch.device) -> None:
-    torch.manual_seed(0)
-    x = torch.rand(60, 2, dtype=torch.float64, device=place)
-    kernel = ski(2).to(device=place, dtype=torch.float64)
-    rhs = torch.randn(60, 1, dtype=torch.float64, device=place)
-
-    def solve() -> Tensor:
-        with torch.no_grad(), iterative(20, preconditioned=True):
-            covariance = kernel(x).evaluate_kernel().add_diagonal(torch.tensor(0.1, dtype=torch.float64, device=place))
-            assert covariance._preconditioner()[0] is not None
-            solution: Tensor = covariance.solve(rhs)
-        return solution
-
-    stock = solve()
-    with use_fastkron():
-        ours = solve()
-    assert distance(ours, stock) < TOLERANCES[torch.float64]
-    dense = kernel(x).to_dense() + 0.1 * torch.eye(60, dtype=torch.float64, device=place)
-    assert distance(dense @ ours, rhs) < 1e-3
-
-
-def test_samples_of_a_posterior(place: torch.device) -> None:
-    """LOVE's fast sampling takes a root of the whole grid's covariance."""
-    torch.manual_seed(1)
-    x, y = torch.rand(50, 2, dtype=torch.float64, device=place), torch.rand(50, dtype=torch.float64, device=place)
-
-    def sample() -> Tensor:
-        torch.manual_seed(2)
-        likelihood = gpytorch.likelihoods.GaussianLikelihood().to(device=place, dtype=torch.float64)
-        model = ExactModel(x, y, likelihood, ski(2)).to(device=place, dtype=torch.float64)
-        model.eval()
-        with torch.no_grad(), gpytorch.settings.fast_pred_var(), gpytorch.settings.fast_pred_samples():
-            drawn: Tensor = model(x[:7] + 0.01).rsample(torch.Size([5]))
-        return drawn
-
-    stock = sample()
-    with use_fastkron():
-        ours = sample()
-    assert distance(ours, stock) < TOLERANCES[torch.float64]
-
-
-def test_cached_grid_matrices_are_ours_and_then_stock_s() -> None:
-    kernel = grid_kernel((5, 4))
-    full = gpytorch.utils.grid.create_data_from_grid([torch.linspace(0, 1, 5), torch.linspace(0, 1, 4)])
-    with use_fastkron():
-        assert type(kernel(full).evaluate_kernel()) is KroneckerLinearOperator
-    assert type(copy.deepcopy(kernel)(full).evaluate_kernel()) is KroneckerProductLinearOperator

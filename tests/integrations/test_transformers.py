@@ -122,69 +122,6 @@ def test_a_model_computes_the_same_and_comes_back(family: str, place: torch.devi
         applied.close()
 
 
-def test_other_models_of_the_class_are_not_touched() -> None:
-    model, other = tiny(), tiny()
-    apply_to_llama(model)
-    assert not any(isinstance(m, GatedProjections) for m in mlps(other))
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [({"mlp_bias": True}, torch.float32), ({"hidden_act": "gelu"}, torch.float64), ({"hidden_act": "relu"}, torch.bfloat16)],
-)
-def test_biases_activations_and_dtypes(options: dict[str, Any], dtype: torch.dtype, place: torch.device) -> None:
-    mlp = mlps(tiny(**options).to(place, dtype))[0]
-    for p in mlp.parameters():
-        nn.init.normal_(p, std=0.3)
-    x = torch.randn(3, 5, 16, device=place, dtype=dtype)
-    expected = copy.deepcopy(mlp).double()(x.double())
-    assert apply_to_llama(mlp).replaced == ("",)
-    assert_close(mlp(x), expected, steps=2)  # what is gated is rounded, and its product with down_proj
-
-
-def test_in_triton(device: torch.device) -> None:
-    mlp = mlps(tiny())[0].to(device)
-    x = torch.randn(5, 16, device=device, requires_grad=True)
-    double = copy.deepcopy(mlp).double()
-    y = double(x.double())
-    dx, *expected = torch.autograd.grad(y.sum(), [x, *double.parameters()])
-    apply_to_llama(mlp, backward="recompute")
-    with fastkron_py.backend("triton"):
-        found = mlp(x)
-        assert_close(found, y)
-        for a, b in zip(torch.autograd.grad(found.sum(), [x, *mlp.parameters()]), [dx, *expected], strict=True):
-            assert_close(a, b.to(a.dtype))
-
-
-@pytest.mark.parametrize("frozen", [(), ("gate_proj.weight",), ("gate_proj.weight", "up_proj.weight", "down_proj.weight")])
-def test_five_steps_of_training(frozen: tuple[str, ...]) -> None:
-    def train(apply: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        model = tiny().train()
-        for name, p in model.named_parameters():
-            p.requires_grad_(not name.endswith(frozen) if frozen else True)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)  # before the change
-        if apply:
-            apply_to_llama(model)
-        losses = []
-        for _ in range(5):
-            loss = loss_of(model)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-        return torch.stack(losses), model.state_dict()
-
-    (losses, state), (expected, expected_state) = train(True), train(False)
-    assert expected[-1] < 0.9 * expected[0]
-    assert_close(losses, expected)
-    initial = tiny().state_dict()
-    for name, t in state.items():
-        # Adam's steps are of the size lr whatever the gradient's, so that a gradient's rounding moves a weight by a part of it.
-        assert (t - expected_state[name]).abs().max() < 1e-3
-        assert torch.equal(t, initial[name]) is (bool(frozen) and name.endswith(frozen))
-
-
 def test_checkpointing_and_generation() -> None:
     model = tiny().train()
     gradients, tokens = gradients_of(model), model.generate(IDS[:, :4], max_new_tokens=4, do_sample=False, attention_mask=torch.ones(2, 4))
@@ -199,26 +136,6 @@ def test_checkpointing_and_generation() -> None:
         assert_close(x.grad, expected)
     for name, gradient in gradients_of(model).items():
         assert_close(gradient, gradients[name])
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_compiled_in_one_graph(autocast: bool, place: torch.device) -> None:
-    mlp = mlps(tiny().to(place))[0]
-    apply_to_llama(mlp)
-    x = torch.randn(3, 16, device=place, requires_grad=True)
-    torch.compiler.reset()
-    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
-    with torch.autocast(place.type, torch.bfloat16, enabled=autocast):
-        y, expected = compiled(x), mlp(x)
-    assert y.dtype == expected.dtype == (torch.bfloat16 if autocast else torch.float32)
-    assert_close(y, expected)
-    inputs = [x, *mlp.parameters()]
-    for a, b in zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True):
-        assert_close(a, b)
-    with torch.no_grad():  # the graph reads the memory that the weights have then
-        mlp.up_proj.weight.data = mlp.up_proj.weight.data.neg()
-        assert_close(compiled(x), mlp(x))
-        assert (compiled(x) - y).norm() > y.norm()
 
 
 # ---- states, copies, conversions -----------------------------------------------------------------
@@ -255,30 +172,6 @@ def test_copies_are_changed_and_can_be_changed_back(way: str) -> None:
     assert [type(m) for m in mlps(twin)] == [type(m) for m in mlps(model)]
     assert_close(logits_of(twin), logits)
     assert apply_to_llama(twin).replaced
-
-
-def test_conversions() -> None:
-    mlp = mlps(tiny())[0]
-    apply_to_llama(mlp)
-    state, x = cloned(mlp.state_dict()), torch.randn(3, 16)
-    expected = mlp(x)
-    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.float32):
-        mlp.to(dtype)
-        assert mlp(x.to(dtype)).dtype == dtype
-    mlp.share_memory()
-    mlp.load_state_dict(state)
-    assert torch.equal(mlp(x), expected)
-    mlp.to("meta").to_empty(device="cpu").load_state_dict(state)
-    assert torch.equal(mlp(x), expected)
-
-
-def test_a_model_without_memory_yet() -> None:
-    with torch.device("meta"):
-        model = tiny()
-    assert not apply_to_llama(model).left_alone
-    model.to_empty(device="cpu").load_state_dict(tiny().state_dict())
-    model.model.rotary_emb = tiny().model.rotary_emb  # its buffers are in no state
-    assert_close(logits_of(model), logits_of(tiny()))
 
 
 def test_states_are_those_of_transformers(tmp_path: Path) -> None:
@@ -379,17 +272,6 @@ def test_tied_weights() -> None:
     assert_close_model(logits_of(model), logits)
     for name, gradient in gradients_of(model).items():
         assert_close_model(gradient, gradients[name])
-
-
-def test_a_model_that_holds_its_patch_is_copied_and_saved() -> None:
-    model = tiny()
-    model.applied = apply_to_llama(model)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.applied.replaced == model.applied.replaced
-        assert_close(logits_of(twin), logits_of(model))
-        twin.applied.close()
-        assert not any(isinstance(m, GatedProjections) for m in mlps(twin))
-    assert_applied(model)
 
 
 def test_bad_arguments() -> None:
@@ -495,33 +377,3 @@ def test_down_projections_with_adapters_and_functional_calls() -> None:
     expected = torch.func.grad(loss, argnums=1)(plain, state)
     for name, gradient in torch.func.grad(loss, argnums=1)(mlp, state).items():
         assert_close(gradient, expected[name])
-
-
-def test_mismatched_arguments_are_named() -> None:
-    mlp = mlps(tiny())[0]
-    apply_to_llama(mlp)
-    with pytest.raises(TypeError, match="weight"):
-        mlp(torch.randn(3, 16, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"weight\[0\]: expected a last dimension of x's 15 inputs"):
-        mlp(torch.randn(3, 15))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # torch.jit.trace reads every property
-@pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_traced(backward: str) -> None:
-    """torch.jit.trace compares two graphs, of calls with gradients and without."""
-
-    class Logits(torch.nn.Module):
-        def __init__(self, model: Any) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids: Tensor) -> Tensor:
-            logits: Tensor = self.model(ids, use_cache=False).logits
-            return logits
-
-    model = tiny().eval()
-    expected = logits_of(model)
-    apply_to_llama(model, backward=backward)
-    assert_close_model(torch.jit.trace(Logits(model), (IDS,))(IDS), expected)

@@ -1,9 +1,12 @@
-"""Every basis against scipy: values and derivatives, on the host and by a kernel; tables; documentation."""
+"""Every basis against scipy, on the host and by a kernel; tables; documentation; bases that users register."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +18,11 @@ from poly_kan_cases import BASES, by_scipy, parameters_of
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py.kan.bases.registry import basis_names, find_basis
-from fastkron_py.kan.bases.table import basis_table, table_derivatives, table_error_bound, table_values
+from fastkron_py import poly_kan
+from fastkron_py.kan.bases.registry import basis_names, find_basis, unregister_basis
+from fastkron_py.kan.bases.table import basis_table, table_error_bound, table_values
 from fastkron_py.kan.normalizers import NORMALIZERS
+from fastkron_py.nn import KAN, Basis, PolyKANConv2d, PolyKANLinear, register_basis, smooth_init_
 
 TERMS = 25
 # Largest error over degrees 0 to 24, relative to each function's largest value: a float32 recurrence carries every rounding on. Measured
@@ -148,22 +153,6 @@ def test_table_stays_within_its_bound(basis: str) -> None:
         assert float(error.abs().max()) > bound / 20  # a bound that says something
 
 
-def test_table_bound_of_chebyshev() -> None:
-    """n^2 (n^2 - 1) / 3 at the ends."""
-    bound = table_error_bound("chebyshev", 8, 4096)
-    assert bound == pytest.approx((2 / 4095) ** 2 / 8 * 64 * 63 / 3, rel=1e-9)
-    assert bound == pytest.approx(4.0e-5, rel=0.01)
-
-
-def test_table_slopes_are_those_of_its_lines() -> None:
-    t = torch.rand(50, dtype=torch.float64, requires_grad=True)
-    table = basis_table(find_basis("legendre"), 5, (), 17, torch.float64, torch.device("cpu"))
-    slopes = list(table_derivatives(t.detach(), table))
-    for value, slope in zip(table_values(t, table), slopes, strict=True):
-        (by_autograd,) = torch.autograd.grad(value.sum(), t, retain_graph=True)
-        torch.testing.assert_close(slope, by_autograd)
-
-
 # ---- documentation -------------------------------------------------------------------------------
 
 
@@ -180,3 +169,102 @@ def test_the_page_has_them_all() -> None:
 
 def test_the_docstring_names_them_all() -> None:
     assert set(re.findall(r'``"(\w+)"``', str(fastkron_py.poly_kan.__doc__))) >= set(basis_names())
+
+
+# ---- one of a user's own --------------------------------------------------------------------------
+
+
+@triton.jit
+def _start(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
+    return t, tl.zeros_like(t) + 1, tl.zeros_like(t)  # t, t^d, t^(d - 1)
+
+
+@triton.jit
+def _step(state, d, TERMS: tl.constexpr, PARAMS: tl.constexpr):
+    return state[0], state[1] * state[0], state[1]
+
+
+@triton.jit
+def _value(state, d, table_ptr, TERMS: tl.constexpr, PARAMS: tl.constexpr):
+    return state[1]
+
+
+@triton.jit
+def _slope(state, d, table_ptr, TERMS: tl.constexpr, PARAMS: tl.constexpr):
+    return d.to(state[0].dtype) * state[2]
+
+
+def _values(t: Tensor, terms: int, parameters: tuple[float, ...]) -> Iterator[Tensor]:
+    return (t**d for d in range(terms))
+
+
+def _slopes(t: Tensor, terms: int, parameters: tuple[float, ...]) -> Iterator[Tensor]:
+    return (d * t ** max(0, d - 1) for d in range(terms))
+
+
+POWERS = Basis("powers", _values, _slopes, (_start, _step, _value), (_start, _step, _slope), has_constant=True, formula="t^d")
+
+
+@pytest.fixture
+def powers() -> Iterator[str]:
+    yield register_basis(POWERS).name
+    unregister_basis("powers")
+
+
+def problem(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """x, coefficients and bias, and dy."""
+    sizes = (7, 3), (5, 4, 3), (4,), (7, 4)
+    return [torch.randn(size, dtype=torch.float64).to(device, dtype) for size in sizes]
+
+
+def by_formula(x: Tensor, c: Tensor, bias: Tensor) -> Tensor:
+    """Written out, by powers; differentiable."""
+    return bias + sum(torch.tanh(x) ** d @ c[d].mT for d in range(len(c)))
+
+
+def step(function: Any, *given: Tensor) -> list[Tensor]:
+    """The result and its gradients."""
+    *given, dy = given
+    leaves = [t.detach().requires_grad_() for t in given]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def errors(basis: str, given: list[Tensor]) -> list[float]:
+    """Relative, of the result and of the gradients of x, coefficients and bias."""
+    found = step(lambda x, c, bias: poly_kan(x, c, basis=basis, bias=bias, precision="highest"), *given)
+    expected = step(by_formula, *(t.double() for t in given))
+    return [float((a.double() - e).norm() / e.norm()) for a, e in zip(found, expected, strict=True)]
+
+
+# Some dozen roundings of each term, in sums of 15 terms; bfloat16 rounds tanh x, powers and the result.
+TOLERANCES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def test_without_device_functions(device: torch.device) -> None:
+    """The basis runs in torch, whichever backend is asked for."""
+    plain = register_basis(Basis("plain powers", _values, _slopes))
+    try:
+        with fastkron_py.backend("triton"):
+            assert max(errors(plain.name, problem(torch.float32, device))) < TOLERANCES[torch.float32]
+    finally:
+        unregister_basis("plain powers")
+
+
+def test_layers(powers: str, backend_name: str, device: torch.device) -> None:
+    """The layers take it by name; its normalisation is theirs, and `smooth_init_` scales coefficients to its frequencies."""
+    x = torch.randn(9, 3, device=device)
+    layer = PolyKANLinear(3, 4, 4, powers, device=device)
+    assert layer.normalization == "tanh"
+    expected = by_formula(x.double(), layer.coefficients.double(), torch.zeros(4, device=device))
+    assert float(((layer(x).double() - expected).norm() / expected.norm()).detach()) < TOLERANCES[torch.float32]
+    assert bool(KAN([3, 5, 2], 4, powers).to(device)(x).isfinite().all())
+    assert PolyKANConv2d(2, 3, 3, 4, powers).to(device)(torch.randn(1, 2, 5, 5, device=device)).shape == (1, 3, 3, 3)
+    wide = smooth_init_(PolyKANLinear(64, 64, 4, powers, device=device))
+    deviations = wide.coefficients.detach().double().std((1, 2))
+    torch.testing.assert_close(deviations / deviations[1], torch.tensor([1, 1, 1 / 4, 1 / 9, 1 / 16]).to(deviations), rtol=0.1, atol=0.0)
+
+
+def test_a_name_has_no_colon() -> None:
+    with pytest.raises(ValueError, match="basis: expected a name without colons; got 'a:b'"):
+        register_basis(replace(POWERS, name="a:b"))

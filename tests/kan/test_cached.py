@@ -1,13 +1,9 @@
-"""Layers whose calls are cached: the same numbers, and nothing for calls that differ."""
+"""Layers whose calls are cached: gradients of some tensors, and second derivatives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from cache_spy import CacheSpy
 from poly_kan_cases import layer, problem
 from torch import Tensor
 
@@ -15,85 +11,12 @@ import fastkron_py
 from fastkron_py import poly_kan
 from fastkron_py.testing import assert_close
 
-BOTH = ["poly_kan", "poly_kan_backward"]
 pytestmark = pytest.mark.usefixtures("spy")  # by Triton
-
-
-def gradients(x: Tensor, c: Tensor, dy: Tensor, bias: Tensor | None = None, **options: Any) -> list[Tensor]:
-    y = poly_kan(x, c, bias=bias, **options)
-    return [y.detach(), *torch.autograd.grad(y, [t for t in (x, c, bias) if t is not None and t.requires_grad], dy)]
 
 
 def sample(device: torch.device, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     x, c, dy = problem(6, 4, 3, 3, torch.float32, device, generator)
     return x.reshape(2, 3, 4).requires_grad_(), c.requires_grad_(), dy.reshape(2, 3, 3)
-
-
-def test_again(built: list[str], spy: CacheSpy, device: torch.device, generator: torch.Generator) -> None:
-    x, c, dy = sample(device, generator)
-    bias = torch.randn(3, device=device, requires_grad=True)
-    first = gradients(x, c, dy, bias)
-    assert (built, spy.take()) == (BOTH, {})
-    for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(x, c, dy, bias), first, strict=True))
-    assert spy.take() == dict.fromkeys(BOTH, 2)
-    others = [(2 * t).detach().requires_grad_() for t in (x, c, bias)]
-    actual = gradients(others[0], others[1], dy, others[2])
-    assert (built, spy.take()) == (BOTH, dict.fromkeys(BOTH, 1))
-    y = layer(*(t.detach().double().requires_grad_() for t in others[:2]), "chebyshev", others[2].double())
-    assert_close(actual[0], y.detach(), rms_tol=1e-6, max_tol=1e-5)
-    assert actual[1].shape == x.shape
-    assert_close(actual[3], dy.sum((0, 1)), rms_tol=1e-6, max_tol=1e-5)
-
-
-def shifted(t: Tensor) -> Tensor:
-    """The same numbers, not on a boundary of 16 bytes."""
-    found = torch.cat([t.new_zeros(1), t.detach().flatten()])[1:].view(t.shape)
-    assert found.data_ptr() % 16 != 0
-    return found
-
-
-# How a call differs from one that was made before: options, and tensors made of (x, coefficients).
-OTHERS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]] = {
-    "strides": ({}, lambda x, c: (x.transpose(0, 1).contiguous().transpose(0, 1), c)),
-    "rows of a larger tensor": ({}, lambda x, c: (torch.cat([x, x], -1)[..., :4], c)),
-    "coefficients' strides": ({}, lambda x, c: (x, c.mT.contiguous().mT)),
-    "alignment of x": ({}, lambda x, c: (shifted(x), c)),
-    "a dtype": ({}, lambda x, c: (x.double(), c.double())),
-    "a shape": ({}, lambda x, c: (x.flatten(0, 1), c)),
-    "a basis": ({"basis": "legendre"}, lambda x, c: (x, c)),
-    "a basis's parameters": ({"basis": "jacobi", "basis_parameters": {"a": 0.5}}, lambda x, c: (x, c)),
-    "a normalisation": ({"normalization": "clamp"}, lambda x, c: (x, c)),
-    "an evaluation": ({"evaluation": "lut", "lut_size": 64}, lambda x, c: (x, c)),
-    "a precision": ({"precision": "high"}, lambda x, c: (x, c)),
-}
-
-
-def test_a_call_that_differs(spy: CacheSpy, device: torch.device, generator: torch.Generator) -> None:
-    """It is no hit at first; from then on it is."""
-    given = [t.detach() for t in sample(device, generator)[:2]]
-    poly_kan(*given)
-    for name, (options, change) in OTHERS.items():
-        x, c = change(*given)
-        first = poly_kan(x, c, **options)
-        assert spy.take() == {}, name
-        expected = poly_kan(x.double().unsqueeze(0), c.double(), **options)[0]
-        assert_close(first, expected, rms_tol=2e-3 if name == "a precision" else 1e-6, max_tol=1e-2 if name == "a precision" else 1e-5)
-        spy.take()
-        assert torch.equal(poly_kan(x, c, **options), first)
-        assert spy.take() == {"poly_kan": 1}, name
-
-
-def test_a_table_of_another_size(spy: CacheSpy, device: torch.device, generator: torch.Generator) -> None:
-    """And sizes that equal another one but are of another type."""
-    x, c, _ = (t.detach() for t in sample(device, generator))
-    first = [poly_kan(x, c, evaluation="lut", lut_size=size) for size in (4, 8)]
-    assert not torch.equal(*first)
-    assert spy.take() == {}
-    poly_kan(x, c, lut_size=1)
-    with pytest.raises(TypeError, match="lut_size"):
-        poly_kan(x, c, evaluation="lut", lut_size=8.0)  # type: ignore[arg-type]
-    assert spy.take() == {}
 
 
 def test_some_gradients(device: torch.device, generator: torch.Generator) -> None:
@@ -125,3 +48,12 @@ def test_second_derivatives_by_way_of_the_bias(backend_name: str, device: torch.
             actual = second(poly_kan(x, c, bias=bias))
     for a, e in zip(actual, second(layer(x, c, "chebyshev", bias)), strict=True):
         assert_close(a, e, rms_tol=1e-13, max_tol=1e-12)
+
+
+def test_equal_numbers_of_another_type_are_refused(device: torch.device, generator: torch.Generator) -> None:
+    """After a call with the number itself, which is kept."""
+    x, c, _ = sample(device, generator)
+    for _ in range(2):
+        poly_kan(x, c, evaluation="lut", lut_size=8)
+    with pytest.raises(TypeError, match="lut_size"):
+        poly_kan(x, c, evaluation="lut", lut_size=8.0)  # type: ignore[arg-type]

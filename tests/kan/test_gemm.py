@@ -17,7 +17,7 @@ from fastkron_py.kan.hopper import kernels
 from fastkron_py.kan.layer_config import LayerConfig
 from fastkron_py.kan.problem import Problem
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.gpu import HOPPER, INTERPRETER
+from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling.gemm_config import GemmTile
 
@@ -93,27 +93,6 @@ def test_tables_and_normalisations(normalization: str, table_size: int, by_gemm:
     assert_close(dx, exact(x, c, dy, layer), rms_tol=2e-3, max_tol=1.6e-2)
 
 
-def test_rows_of_larger_tensors(by_gemm: list[Any], generator: torch.Generator) -> None:
-    x, c, dy = problem(40, 40, 24, 4, torch.bfloat16, torch.device("cpu"), generator)
-    wide_x, wide_dy = torch.full((40, 48), float("nan"), dtype=x.dtype), torch.full((40, 32), float("nan"), dtype=x.dtype)
-    wide_x[:, :40], wide_dy[:, 8:] = x, dy
-    dx = input_gradient(wide_dy[:, 8:], wide_x[:, :40], c, config_of("chebyshev", 4), "highest")
-    assert len(by_gemm) == 1
-    assert_close(dx, layer_gradients(x, c, dy, "chebyshev")[1], rms_tol=1e-2, max_tol=8e-2)
-
-
-def test_nan_and_infinity_stay_in_their_places(by_gemm: list[Any], generator: torch.Generator) -> None:
-    """A NaN of x is its own element's, one of dy its row's, one of a coefficient its input's."""
-    x, c, dy = problem(40, 40, 24, 5, torch.float32, torch.device("cpu"), generator)
-    x[3, 7], dy[5, 2], c[2, 9, 11], x[8, 8] = float("nan"), float("nan"), float("nan"), float("inf")
-    dx = input_gradient(dy, x, c, config_of("chebyshev", 5), "high")
-    wrong = torch.zeros(40, 40, dtype=torch.bool)
-    wrong[3, 7] = wrong[5] = wrong[:, 11] = True
-    assert torch.equal(dx.isnan(), wrong)
-    assert float(dx[8, 8]) == 0.0
-    assert len(by_gemm) == 1
-
-
 def test_what_other_kernels_keep(by_gemm: list[Any], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three passes, float64, rows that the copy engine does not take, few degrees, many, and devices other than Hopper's."""
 
@@ -131,12 +110,3 @@ def test_what_other_kernels_keep(by_gemm: list[Any], generator: torch.Generator,
     assert not is_taken(degree=33)
     monkeypatch.setattr(devices, "gpu_of", lambda device: INTERPRETER)
     assert not is_taken()
-
-
-def test_tiles_that_are_mostly_empty_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    for terms, taken in ((8, True), (6, True), (5, False), (9, False), (15, True), (24, True), (33, False), (2, False)):
-        assert (tuning.input_gradient_gemm(tuning.Sizes(16384, 1024, 1024, terms, 2, 1, HOPPER)) is not None) == taken
-    # As many tiles as one wave has, half of that, and little more than it.
-    for rows, taken in ((16896, True), (8448, False), (17024, False)):
-        assert (tuning.input_gradient_gemm(tuning.Sizes(rows, 32, 4096, 8, 4, 1, HOPPER)) is not None) == taken

@@ -12,13 +12,9 @@ from poly_kan_cases import coefficient_gradient, config_of, forward, gradients_o
 from poly_kan_on_numpy import pipelined
 from torch import Tensor
 
-from fastkron_py.kan import config as tuning
 from fastkron_py.kan import config_hopper as poly_kan_hopper
 from fastkron_py.kan import launches
-from fastkron_py.kan.hopper import launch as hopper_launch
 from fastkron_py.kan.layer_config import LayerConfig
-from fastkron_py.kan.problem import Problem
-from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
 
 # The kernels around them are interpreted; where there is a GPU, tests/gpu runs all of them on it.
@@ -197,45 +193,3 @@ def test_degrees_side_by_side(
     assert_close(coefficient_gradient(dy, x, c, config, "highest"), expected[2], rms_tol=1e-6, max_tol=8e-6)
     if degrees > 1:
         assert_close(input_gradient(dy, x, c, config, "highest"), expected[1], rms_tol=1e-6, max_tol=8e-6)
-
-
-def test_what_plain_triton_keeps(launched: list[str], generator: torch.Generator) -> None:
-    """16-bit rows that cannot be copied 16 bytes at a time, and float64."""
-    for dtype, width in ((torch.bfloat16, 44), (torch.float64, 40)):
-        x, c, dy = problem(20, width, 16, 3, dtype, torch.device("cpu"), generator)
-        sizes = (*x.shape, c.shape[1], x.stride(0), dy.stride(0))
-        assert not hopper_launch.takes(Problem(*sizes, False, config_of("chebyshev", 3), "highest", dtype, x.device), True)
-
-
-def test_choices_cover_every_tile() -> None:
-    for rows, num_in, num_out, terms in ((8192, 768, 768, 8), (65536, 256, 256, 8), (16384, 1024, 1024, 8), (5000, 264, 1000, 15)):
-        for itemsize, passes in ((2, 1), (4, 3), (4, 1)):
-            sizes = tuning.Sizes(rows, num_in, num_out, terms, itemsize, passes, HOPPER)
-            forward, dx, dc = (
-                poly_kan_hopper.forward(sizes),
-                poly_kan_hopper.input_gradient(sizes),
-                poly_kan_hopper.coefficient_gradient(sizes),
-            )
-            assert (dx is not None) == (passes == 3)
-            assert forward.splits * forward.blocks * forward.block_k >= num_in
-            assert max(forward.programs, dc.programs) <= 132
-            assert forward.programs <= forward.items
-            assert dc.programs <= dc.items
-            for choice in (dc,) if dx is None else (dc, dx):
-                assert choice.degrees * choice.block_n == (128 if passes == 3 else 256)
-                assert 100 <= choice.programs <= 132
-
-
-def test_choices_in_middle_sizes() -> None:
-    """Five degrees do not take eight places; few tiles' steps are dealt out to all multiprocessors."""
-
-    def sizes(*shape: int) -> tuning.Sizes:
-        return tuning.Sizes(*shape, 4, 3, HOPPER)
-
-    dx = poly_kan_hopper.input_gradient(sizes(4096, 200, 800, 5))
-    assert dx is not None
-    assert (dx.degrees, dx.block_n) == (2, 64)
-    assert poly_kan_hopper.coefficient_gradient(sizes(4096, 200, 800, 5)).degrees == 2
-    dx = poly_kan_hopper.input_gradient(sizes(2048, 300, 700, 4))  # 160 tiles of 22 steps
-    assert dx is not None
-    assert (dx.degrees, dx.items, dx.programs) == (4, 132, 132)

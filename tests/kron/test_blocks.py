@@ -12,11 +12,11 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import reference
-from fastkron_py.kron import blocks as kron_blocks
-from fastkron_py.kron.blocks import in_blocks
-from fastkron_py.kron.into import multiply_into
-from fastkron_py.kron.plan.plan import InBlocks
-from fastkron_py.kron.plan.steps import Launch, PlanProblem, Step
+from fastkron_py.kron import into as kron_into
+from fastkron_py.kron.into import multiply_into, planned_in_blocks
+from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.planner import InBlocks
+from fastkron_py.kron.problem import Problem
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
@@ -31,9 +31,9 @@ SHAPES = {  # sizes, blocks, and what is expected of launches for one factor eac
 }
 
 
-def one_by_one(ps: tuple[int, ...], qs: tuple[int, ...], setting: PlanProblem) -> tuple[Launch, ...]:
+def one_by_one(problem: Problem) -> tuple[Launch, ...]:
     """A launch for each factor, as large ones have it."""
-    return tuple(Launch((Step(i, i + 1, ps[i], qs[i]),)) for i in reversed(range(len(ps))))
+    return tuple(Launch((Step(i, i + 1, p, q),)) for i, (p, q) in reversed([*enumerate(problem.shapes)]))
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def triton() -> Iterator[None]:
 
 
 def forget() -> None:
-    in_blocks.cache_clear()
+    planned_in_blocks.cache_clear()
     CACHE.forget()
 
 
@@ -53,7 +53,7 @@ def launches_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
     """Call it for such launches; their plans and programs are forgotten afterwards."""
 
     def change() -> None:
-        monkeypatch.setattr(kron_blocks, "plan", one_by_one)
+        monkeypatch.setattr(kron_into, "plan", one_by_one)
         forget()
 
     yield change
@@ -84,7 +84,7 @@ def test_blocks(name: str, device: torch.device, generator: torch.Generator, lau
         wide = torch.complex64 if dtype.is_complex else torch.float32
         x = torch.randn(rows, math.prod(ps), generator=generator, dtype=wide).to(device, dtype)
         factors = [(torch.randn(q, p, generator=generator, dtype=wide) / p**0.5).to(device, dtype).mT for p, q in sizes]
-        able = in_blocks(ps, qs, parts, dtype, device)
+        able = planned_in_blocks(ps, qs, parts, dtype, device)
         if name in SHAPES or device.type != "cuda":  # there, the closed form has another kernel
             assert able == (expected._replace(writes=False) if dtype == torch.bfloat16 and expected.reads else expected)
         blocks = apart(x, parts, gap) if able.reads else [x]
@@ -105,16 +105,16 @@ def test_a_16_bit_product_reads_blocks_by_launches_that_transpose(device: torch.
     x = torch.randn(2, 16**3, generator=generator).to(device, torch.float16)
     factors = [(torch.randn(16, 16, generator=generator) / 4).to(device, torch.float16) for _ in range(3)]
     for parts in (2, 4, 8):
-        able = in_blocks((16,) * 3, (16,) * 3, parts, x.dtype, device)
+        able = planned_in_blocks((16,) * 3, (16,) * 3, parts, x.dtype, device)
         assert not able.writes
         y = torch.full_like(x, torch.nan)
         multiply_into(apart(x, parts, 0) if able.reads else [x], factors, [y], 1.0, None)
         assert_close(y, product(x, factors), steps=3)
 
 
-def pair_first(ps: tuple[int, ...], qs: tuple[int, ...], setting: PlanProblem) -> tuple[Launch, ...]:
+def pair_first(problem: Problem) -> tuple[Launch, ...]:
     """Two steps on one slice, then a launch for each other factor, as bfloat16 has it on Hopper."""
-    steps = [Step(i, i + 1, p, q) for i, (p, q) in enumerate(zip(ps, qs, strict=True))]
+    steps = [Step(i, i + 1, p, q) for i, (p, q) in enumerate(problem.shapes)]
     return Launch((steps[-2], steps[-1]), "slice_pair"), *[Launch((step,)) for step in steps[-3::-1]]
 
 
@@ -124,13 +124,13 @@ def test_two_steps_on_one_slice(
 ) -> None:
     """They read blocks of the operand; with three launches the last one writes blocks of the result."""
     for dtype in [torch.bfloat16, torch.float16]:
-        monkeypatch.setattr(kron_blocks, "plan", pair_first)
+        monkeypatch.setattr(kron_into, "plan", pair_first)
         names = watch_kernels(monkeypatch)
         forget()
         ps, qs = zip(*sizes, strict=True)
         x = torch.randn(2, math.prod(ps), generator=generator).to(device, dtype)
         factors = [(torch.randn(p, q, generator=generator) / p**0.5).to(device, dtype) for p, q in sizes]
-        assert in_blocks(ps, qs, 2, dtype, device) == InBlocks(True, len(sizes) == 4)
+        assert planned_in_blocks(ps, qs, 2, dtype, device) == InBlocks(True, len(sizes) == 4)
         y = x.new_full((2, math.prod(qs)), torch.nan)
         outs = apart(y, 2, 0) if len(sizes) == 4 else [y]
         multiply_into(apart(x, 2, 0), factors, outs, 1.0, None)
@@ -163,7 +163,7 @@ def test_blocks_that_could_be_read_may_be_whole(device: torch.device, generator:
     x = torch.randn(1, math.prod(ps), generator=generator).to(device)
     factors = [(torch.randn(p, q, generator=generator) / p**0.5).to(device) for p, q in WIDE]
     y = x.new_full((1, math.prod(qs)), torch.nan)
-    able = in_blocks(ps, qs, 2, x.dtype, device)
+    able = planned_in_blocks(ps, qs, 2, x.dtype, device)
     for blocks, outs in (((x,), apart(y, 2, 0)) if able.writes else ((x,), (y,)), (apart(x, 2, 0), (y,)) if able.reads else ((x,), (y,))):
         multiply_into(blocks, factors, outs, 1.0, None)
         assert_close(torch.cat(list(outs), 1), product(x, factors))

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastkron_py
 from fastkron_py import kron_matmul, reference
-from fastkron_py.kron import torch_small
+from fastkron_py.kron import torch_steps
 from fastkron_py.runtime import call_cache
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.call_cache import CACHE
@@ -493,7 +493,7 @@ def test_settings_between_forward_and_backward(spy: CacheSpy, device: torch.devi
 
 def test_torchs_backend_is_served_too(spy: CacheSpy, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Where its products are not so small that autograd records them."""
-    monkeypatch.setattr(torch_small, "is_small", lambda problem: False)
+    monkeypatch.setattr(torch_steps, "is_small", lambda problem: False)
     with fastkron_py.backend("torch"):
         for _ in range(3):
             tensors = draw(device)

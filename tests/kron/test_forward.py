@@ -9,7 +9,8 @@ import torch
 from canonical_cases import CASES, DTYPES, dense, multiply, multiply_program, problem, rounding_steps
 
 import fastkron_py
-from fastkron_py.kron import forward
+from fastkron_py.kron import planner
+from fastkron_py.kron.families import tile
 from fastkron_py.kron.plan.steps import Launch, Step
 from fastkron_py.testing import assert_close
 
@@ -61,7 +62,7 @@ def test_plans_in_other_orders_agree(device, monkeypatch):
     steps = [Launch((Step(i, i + 1, p, p),)) for i, p in enumerate(ps)]
     expected = dense(x, factors)
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]):
-        monkeypatch.setattr(forward, "plan", lambda *_, order=order: tuple(steps[i] for i in order))
+        monkeypatch.setattr(planner, "plan", lambda *_, order=order: tuple(steps[i] for i in order))
         assert len(multiply_program(x, factors)._steps) == 3
         assert_close(multiply(x, factors), expected, steps=3)
 
@@ -80,19 +81,19 @@ def test_too_little_shared_memory_takes_the_next_configuration(device, monkeypat
             tried.append(arguments["BLOCK_S"])
             raise OutOfResources(300_000, 100_000, "shared memory")
 
-    def changed(case, config):
-        first, *others = real(case, config)
+    def changed(case):
+        first, *others = real(case)
         return [first._replace(kernel=TooLarge(first.kernel)), *others]
 
-    real = forward.launch_configs
-    monkeypatch.setattr(forward, "launch_configs", changed)
+    real = tile.launch_configs
+    monkeypatch.setattr(tile, "launch_configs", changed)
     x, factors = problem(torch.float64, device, 1, 40, (12,), (12,), 1)
     program = multiply_program(x, factors)
     for _ in range(2):
         assert_close(program([x, *factors])[0], dense(x, factors))
     assert len(tried) == 1
 
-    monkeypatch.setattr(forward, "launch_configs", lambda case, config: changed(case, config)[:1])
+    monkeypatch.setattr(tile, "launch_configs", lambda case: changed(case)[:1])
     with pytest.raises(OutOfResources):
         multiply(x, factors)
 
@@ -115,7 +116,7 @@ def test_lower_precision_is_asked_for_by_name(device, precision):
     y = multiply(x, factors, precision=precision)
     expected = dense(x, factors)
     assert (y.double() - expected).norm() <= 1e-3 * expected.norm()
-    from fastkron_py.tiling.arithmetic import arithmetic
+    from fastkron_py.tiling.products import arithmetic
 
     compiled = torch.cuda.is_available()
     assert arithmetic(torch.float32, precision, True).precision == ("tf32" if compiled else "ieee")

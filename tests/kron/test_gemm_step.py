@@ -8,10 +8,10 @@ import pytest
 import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
 
-from fastkron_py.kron import forward
-from fastkron_py.kron.families.one_mode import best_algorithm
+from fastkron_py.kron import planner
 from fastkron_py.kron.families.torch_products import takes_gemm
-from fastkron_py.kron.plan.mode import Mode
+from fastkron_py.kron.planner import best_algorithm
+from fastkron_py.kron.problem import Mode
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
 
@@ -31,7 +31,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_products(shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype, is_transposed in itertools.product([torch.bfloat16, torch.float16], [False, True]):
-        monkeypatch.setattr(forward, "best_algorithm", _algorithm)
+        monkeypatch.setattr(planner, "best_algorithm", _algorithm)
         names = watch_kernels(monkeypatch)
         torch.manual_seed(0)
         x, factors = problem(dtype, device, *shape)

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planning import planned
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastkron_py
 from fastkron_py import hadamard
-from fastkron_py.kron import hadamard_factors
+from fastkron_py.kron import hadamard as module
 from fastkron_py.kron.hadamard import operator
-from fastkron_py.kron.hadamard_factors import factor_sizes, has_additions, padded_matrix, split
-from fastkron_py.kron.hadamard_matrices import hadamard_matrix
-from fastkron_py.kron.plan.plan import plan
-from fastkron_py.kron.plan.steps import PlanProblem
+from fastkron_py.kron.hadamard_orders import factor_sizes, hadamard_matrix, padded_matrix, split
 from fastkron_py.runtime.call_cache import CallCache
 from fastkron_py.testing import assert_close
 
@@ -168,7 +166,7 @@ def test_out(device: torch.device) -> None:
 
 def test_what_the_kernel_writes_is_counted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """By autograd, as torch's own writes are: a launch into a tensor's memory tells torch nothing. This one writes nothing."""
-    monkeypatch.setattr(hadamard_factors, "has_additions", lambda *given: True)
+    monkeypatch.setattr(module, "has_additions", lambda *given: True)
     monkeypatch.setattr(CallCache, "program", lambda _cache, _key, build: lambda *given: None)
     x = torch.randn(3, 16, device=device)
     product = (torch.randn(3, 16, device=device, requires_grad=True) * x).sum()
@@ -200,7 +198,7 @@ def test_rows_of_language_models_take_one_launch_in_half_types() -> None:
     for n in [2048, 4096, 8192, 16384, 32768, 11008, 13824, 14336, 24576, 28672]:
         sizes = factor_sizes(n)
         assert math.prod(sizes) == n
-        (launch,) = plan(sizes, sizes, PlanProblem(2, 16384, 1, True, 1, "bfloat16"))
+        (launch,) = planned(sizes, rows=16384, dtype=torch.bfloat16)
         assert launch.family == "slice_pair"
 
 
@@ -255,7 +253,7 @@ def test_derivatives_of_additions(n: int, device: torch.device) -> None:
 
 def test_a_kept_call_takes_another_scale(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of one shape run one program, whichever scale it was built for."""
-    monkeypatch.setattr(hadamard_factors, "has_additions", lambda *given: True)
+    monkeypatch.setattr(module, "has_additions", lambda *given: True)
     x = torch.randn(3, 16, device=device)
     with fastkron_py.backend("torch"):
         for scale in (1.0, 0.5, 0.0, 1, 2):
@@ -264,4 +262,4 @@ def test_a_kept_call_takes_another_scale(device: torch.device, monkeypatch: pyte
 
 def test_cpus_multiply_by_factors(device: torch.device) -> None:
     if device.type == "cpu":
-        assert not has_additions(1, 4, torch.float32, device, "auto")
+        assert not module.has_additions(1, 4, torch.float32, device, "auto")

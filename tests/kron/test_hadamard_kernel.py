@@ -9,8 +9,8 @@ import torch
 from gluon_on_numpy import launch
 
 import fastkron_py
-from fastkron_py.kron.hadamard_factors import padded_matrix
-from fastkron_py.kron.hadamard_launch import hadamard_launch
+from fastkron_py.kron.hadamard import hadamard_launch
+from fastkron_py.kron.hadamard_orders import padded_matrix
 from fastkron_py.runtime.program import bits as pattern
 from fastkron_py.testing import assert_close
 

@@ -11,11 +11,11 @@ import torch
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron import multiply, torch_backend
-from fastkron_py.runtime import cpu, torch_internals
+from fastkron_py.runtime import gpu, torch_internals
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import cpu_costs, cpu_products
+from fastkron_py.tiling import cpu_costs, torch_products
 from fastkron_py.tiling.cpu_costs import takes_onednn
-from fastkron_py.tiling.cpu_products import by_onednn
+from fastkron_py.tiling.torch_products import by_onednn
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 
@@ -38,7 +38,7 @@ def taken(monkeypatch):
         return found(a, b)
 
     monkeypatch.setattr(torch_internals, "onednn_product", lambda: noted)
-    monkeypatch.setattr(cpu_products, "takes_onednn", lambda p, q, n, is_last: p * q * n > 0)
+    monkeypatch.setattr(torch_products, "takes_onednn", lambda p, q, n, is_last: p * q * n > 0)
     return shapes
 
 
@@ -59,7 +59,7 @@ def test_values_and_gradients(name, dtype, small, taken, monkeypatch):
     rows, shapes, left = PROBLEMS[name]
     if not small:
         monkeypatch.setattr(torch_backend, "is_small", lambda problem: False)
-        monkeypatch.setattr(fastkron_py.kron.torch_small, "is_small", lambda problem: False)
+        monkeypatch.setattr(fastkron_py.kron.torch_steps, "is_small", lambda problem: False)
     torch.manual_seed(len(name))
     factors = [(torch.randn(p, q, dtype=torch.float64) / math.sqrt(p)).to(dtype).requires_grad_() for p, q in shapes]
     k, n = (math.prod(s[i] for s in shapes) for i in (0, 1))
@@ -150,12 +150,12 @@ def test_the_model_of_zen_4(monkeypatch):
     monkeypatch.setattr(torch_internals, "onednn_product", lambda: torch.mm)
     for generation, small, fresh in ((5, True, True), (4, False, False)):
         monkeypatch.setattr(cpu_costs, "zen", lambda generation=generation: generation)
-        monkeypatch.setattr(cpu_products, "zen", lambda generation=generation: generation)
+        monkeypatch.setattr(torch_products, "zen", lambda generation=generation: generation)
         takes = cpu_costs.takes_onednn.__wrapped__
         assert takes(451, 451, 900, True)
         assert takes(300, 300, 600, True) is small
         assert takes(300, 300, 3000, True) is fresh
-        assert cpu_products.has_onednn(torch.empty(0)) is (generation == 5)
+        assert torch_products.has_onednn(torch.empty(0)) is (generation == 5)
 
 
 def test_a_product_that_fails_is_not_taken(monkeypatch):
@@ -186,4 +186,4 @@ def test_the_cpu_is_told_apart(monkeypatch):
         ("", 0),
     ]:
         monkeypatch.setattr("builtins.open", lambda *_, text=text, **__: io.StringIO(text))
-        assert cpu.zen.__wrapped__() == wanted
+        assert gpu.zen.__wrapped__() == wanted

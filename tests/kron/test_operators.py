@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastkron_py
 from fastkron_py import kron_matmul
-from fastkron_py.kron import torch_small
+from fastkron_py.kron import torch_steps
 from fastkron_py.runtime import backend as backends
 from fastkron_py.runtime.call_cache import CallCache
 
@@ -168,7 +168,7 @@ def test_set_backend_and_nested_contexts(monkeypatch: pytest.MonkeyPatch, defaul
 
 def test_backward_uses_the_forward_backend(monkeypatch: pytest.MonkeyPatch, backend_name: str, device: torch.device) -> None:
     """Also outside of the block, and on autograd's own thread."""
-    monkeypatch.setattr(torch_small, "is_small", lambda problem: False)  # else autograd records torch's product
+    monkeypatch.setattr(torch_steps, "is_small", lambda problem: False)  # else autograd records torch's product
     chosen = spied(monkeypatch)
     x = torch.ones(2, 3, device=device, requires_grad=True)
     f = torch.ones(3, 3, device=device, requires_grad=True)

@@ -9,7 +9,7 @@ import torch
 from sampling import in_full
 from torch import Tensor
 
-from fastkron_py.kron.points import Points, gathered, scattered, take_points
+from fastkron_py.kron.points import Points, gathered, operand_of, points_launch, scattered, take_points
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 # (size before, of the grid, after the points): points are neighbours, or runs of numbers; rows longer and shorter than a program's.
@@ -179,15 +179,14 @@ def test_meta_tensors(backend_name: str) -> None:
 
 def test_large_reaches_take_wide_offsets() -> None:
     """Offsets beyond 31 bits, in a kernel's configuration: of an operand without memory."""
-    launch = pytest.importorskip("fastkron_py.kron.points_launch")
-    import triton.language as tl
+    tl = pytest.importorskip("triton.language")
 
     for shape, strides, dim in [((2**31,), (1,), -1), ((2**25, 64), (64, 1), -2), ((2**16, 2**16), (2**16, 1), -1)]:
-        x = launch.operand_of(torch.empty_strided(shape, strides, device="meta"), dim)
-        config = launch.points_launch(x, 2**16, torch.float32, 32).configs[0]
+        x = operand_of(torch.empty_strided(shape, strides, device="meta"), dim)
+        config = points_launch(x, 2**16, torch.float32).configs[0]
         assert config.arguments["INDEX"] == (tl.int64 if shape[-1] != 2**16 else tl.int32)
-    x = launch.operand_of(torch.empty(1, 2**30, device="meta"), -2)  # a tile of the result has four of these rows
-    assert launch.points_launch(x, 4, torch.float32, 32).configs[0].arguments["INDEX"] == tl.int64
+    x = operand_of(torch.empty(1, 2**30, device="meta"), -2)  # a tile of the result has four of these rows
+    assert points_launch(x, 4, torch.float32).configs[0].arguments["INDEX"] == tl.int64
 
 
 @pytest.mark.gpu

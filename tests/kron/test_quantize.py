@@ -16,8 +16,8 @@ import torch
 import fastkron_py
 from fastkron_py import kron_quantize, reference
 from fastkron_py.functional import Quantized
-from fastkron_py.kron import quantize_launch, quantize_program
-from fastkron_py.kron.hopper import kernels
+from fastkron_py.kron import quantize
+from fastkron_py.kron.problem import Problem
 from fastkron_py.runtime.call_cache import CACHE
 
 FORMATS = [torch.int8, torch.float8_e4m3fn, "int4"]
@@ -44,7 +44,7 @@ def paired(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Half types take the kernel of two steps on any device."""
     CACHE.forget()
     halves = (torch.bfloat16, torch.float16)
-    monkeypatch.setattr(kernels, "half_of", lambda device, dtype: str(dtype).removeprefix("torch.") if dtype in halves else "")
+    monkeypatch.setattr(Problem, "half", property(lambda self: str(self.dtype).removeprefix("torch.") if self.dtype in halves else ""))
     yield
     CACHE.forget()
 
@@ -151,7 +151,7 @@ def test_small_numbers_of_float16(fused: bool, backend_name: str, device: torch.
     """A product that float16 has few bits for is rounded once, to the values."""
     for shapes in [SHAPES["a launch"], SHAPES["small"], SHAPES["multiplied out"]]:
         if not fused:
-            monkeypatch.setattr(kernels, "half_of", lambda device, dtype: "")
+            monkeypatch.setattr(Problem, "half", "")
         x, factors, _ = problem(shapes, torch.float16, device)
         x = x * 1e-6
         wanted = reference.kron_matmul(x.double(), [f.double() for f in factors])
@@ -218,14 +218,14 @@ def test_half_types_take_one_launch(device: torch.device, monkeypatch: pytest.Mo
     """And others two; the same numbers come from both, but for the rounding of what lies between them."""
     x, factors, wanted = problem(SHAPES["a launch"], torch.bfloat16, device)
     taken: list[bool] = []
-    choose = quantize_launch.quantizing_launch
+    choose = quantize.quantizing_launch
 
     def noted(*arguments: Any) -> Any:
         found = choose(*arguments)
         taken.append(found is not None)
         return found
 
-    monkeypatch.setattr(quantize_launch, "quantizing_launch", noted)
+    monkeypatch.setattr(quantize, "quantizing_launch", noted)
     with fastkron_py.backend("triton"):
         assert_nearest(kron_quantize(x, factors, "int4"), wanted, torch.bfloat16, "int4")
         kron_quantize(x.float(), [f.float() for f in factors], "int4")
@@ -233,7 +233,7 @@ def test_half_types_take_one_launch(device: torch.device, monkeypatch: pytest.Mo
 
 
 def test_torch_rounds_where_triton_does_not_know_the_format(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_launch, "_FLOAT8", (99, 0))  # as it is in the interpreter anyway
+    monkeypatch.setattr(quantize, "_FLOAT8", (99, 0))  # as it is in the interpreter anyway
     x, factors, wanted = problem(SHAPES["small"], torch.float32, device)
     with fastkron_py.backend("triton"):
         assert_nearest(kron_quantize(x, factors, torch.float8_e4m3fn), wanted, torch.float32, torch.float8_e4m3fn)
@@ -262,5 +262,5 @@ def test_refusals() -> None:
 
 
 def test_the_formats_are_torch_s() -> None:
-    assert set(quantize_program.STORED) == set(quantize_program.LARGEST)
+    assert set(quantize.STORED) == set(quantize.LARGEST)
     assert torch.finfo(torch.float8_e4m3fn).max == 448

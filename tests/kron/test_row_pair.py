@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
+from planning import planned
 
-from fastkron_py.kron.epilogues import AXPBY, PLAIN, TO_FLOAT8, TO_INTEGERS, StoreEpilogue
-from fastkron_py.kron.families import slice_pair
+from fastkron_py.kron.families import slice_pair, whole_row
 from fastkron_py.kron.families.slice_pair import matrices_of, shared_memory, slice_pair_config, tiling, turns_of
-from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.plan.plan import plan
-from fastkron_py.kron.plan.steps import PlanProblem, Step
+from fastkron_py.kron.kernels.epilogues import AXPBY, PLAIN, TO_FLOAT8, TO_INTEGERS, StoreEpilogue
+from fastkron_py.kron.plan.steps import Step
+from fastkron_py.kron.planner import plan
+from fastkron_py.kron.problem import Problem
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
 
@@ -55,9 +56,8 @@ LARGE = ("eight in the middle, in two turns",)  # takes the interpreter half a m
 def paired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that are launched; half types take this kernel on any device, however few rows there are."""
     monkeypatch.setattr(slice_pair, "LOADING", 0.0)
-    monkeypatch.setattr(kernels, "half_of", lambda device, dtype: str(dtype).removeprefix("torch."))
-    monkeypatch.setattr(kernels, "has_chained", lambda device, dtype: False)
-    monkeypatch.setattr(kernels, "has_whole_row", lambda device, dtype: False)
+    monkeypatch.setattr(Problem, "half", property(lambda self: str(self.dtype).removeprefix("torch.")))
+    monkeypatch.setattr(whole_row, "may_take", lambda problem: False)
     plan.cache_clear()
     yield watch_kernels(monkeypatch)
     plan.cache_clear()
@@ -136,9 +136,9 @@ def test_an_infinity_of_a_factor_stays_in_its_place(ps: tuple[int, ...], dtype: 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
-def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: str) -> None:
-    launches = plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half))
+@pytest.mark.parametrize("half", DTYPES, ids=str)
+def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: torch.dtype) -> None:
+    launches = planned(ps, rows=4096, dtype=half)
     assert len(launches) == count
     assert any(launch.family == "slice_pair" for launch in launches)
 
@@ -146,14 +146,14 @@ def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: str) -> None:
 @pytest.mark.parametrize(("ps", "rows", "is_taken"), [((98, 167), 2, False), ((98, 167), 200, True), ((96, 160), 2, True)], ids=str)
 def test_few_slices_do_not_wait_for_odd_wide_factors(ps: tuple[int, ...], rows: int, is_taken: bool) -> None:
     """Rows of 167 elements are loaded one element at a time, before the first slice."""
-    launches = plan(ps, ps, PlanProblem(2, rows, 1, True, 1, "bfloat16"))
+    launches = planned(ps, rows=rows, dtype=torch.bfloat16)
     assert any(launch.family == "slice_pair" for launch in launches) is is_taken
 
 
 @pytest.mark.parametrize("ps", [(300, 64), (200, 32), (200, 200), (2, 300), (64, 7), (7, 64)], ids=str)
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
-def test_what_it_does_not_take(ps: tuple[int, ...], half: str) -> None:
-    assert not any(launch.family == "slice_pair" for launch in plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half)))
+@pytest.mark.parametrize("half", DTYPES, ids=str)
+def test_what_it_does_not_take(ps: tuple[int, ...], half: torch.dtype) -> None:
+    assert not any(launch.family == "slice_pair" for launch in planned(ps, rows=4096, dtype=half))
 
 
 PAIRS = [

@@ -11,7 +11,7 @@ from canonical_cases import CASES, DTYPES, dense, in_double, multiply, problem, 
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py.kron import forward
+from fastkron_py.kron import planner
 from fastkron_py.kron.scaled import kron_scaled, multiply_scaled
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
@@ -79,7 +79,7 @@ def test_scaling_takes_no_pass_of_its_own(device: torch.device, monkeypatch: pyt
 
 @pytest.mark.parametrize("algorithm", ["matmul", "copying"])
 def test_products_by_torch_are_scaled_in_place(algorithm: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "_algorithm", lambda *given: algorithm)
+    monkeypatch.setattr(planner, "best_algorithm", lambda *given: algorithm)
     x, factors = problem(torch.float32, device, 1, 3, (66, 65), (66, 65), 2)  # wide: one launch each
     z = _divisor(66 * 65, 1).float().to(device)
     for divides in (False, True):

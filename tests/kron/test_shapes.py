@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes, result_shape
+from fastkron_py.kron.checks import broadcast_batch, check_factor_shapes, result_shape
 from fastkron_py.reference import kron_dense
 
 batches = st.lists(st.sampled_from([0, 1, 2, 3]), max_size=3).map(tuple)

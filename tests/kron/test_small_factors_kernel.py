@@ -9,8 +9,8 @@ import pytest
 import torch
 from gluon_on_numpy import launch
 
-from fastkron_py.kron.epilogues import AXPBY, PLAIN, SCALE, TIMES, StoreEpilogue
-from fastkron_py.kron.families import small_factors
+from fastkron_py.kron.families import butterfly
+from fastkron_py.kron.kernels.epilogues import AXPBY, PLAIN, SCALE, TIMES, StoreEpilogue
 from fastkron_py.kron.plan.steps import Launch, Step
 from fastkron_py.reference import kron_matmul
 from fastkron_py.runtime.program import bits as pattern
@@ -40,7 +40,7 @@ def multiplied(x: torch.Tensor, factors: list[torch.Tensor], z: torch.Tensor, ep
     steps = [Step(i, i + 1, f.shape[1], f.shape[2]) for i, f in enumerate(factors)]
     sizes = {"shape": (batches, rows, 1, 1), "num_slices": rows, "itemsize": x.element_size()}
     problem = SimpleNamespace(launch=Launch(tuple(steps)), common=common, factor_strides=common["factor_strides"], **sizes)
-    ((kernel, grid, arguments),) = small_factors.launch_configs(problem, None)  # type: ignore[arg-type]
+    ((kernel, grid, arguments),) = butterfly.launch_configs(problem)  # type: ignore[arg-type]
     given = arguments | {"alpha": pattern(0.5), "beta": pattern(2.0)}
     launch(kernel, grid[0], [x, tuple(factors), z, y], given)
     return y

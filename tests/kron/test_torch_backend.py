@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from fastkron_py import reference
-from fastkron_py.kron import chunks, torch_backend, torch_modes, torch_small
-from fastkron_py.kron.plan import torch_costs, torch_plan
+from fastkron_py.kron import torch_backend, torch_steps
+from fastkron_py.kron.plan import torch_plan
 from fastkron_py.runtime import torch_internals
 from fastkron_py.testing import assert_close
 
-WAYS = (torch_costs.IN_PLACE, torch_costs.MOVED, torch_costs.TRANSPOSED)
+WAYS = (torch_plan.IN_PLACE, torch_plan.MOVED, torch_plan.TRANSPOSED)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 # (B, L, R, factor shapes)
@@ -69,12 +69,12 @@ def not_small(monkeypatch):
 def chunking(request, monkeypatch, not_small):
     """Sizes that make small problems take the branches of large ones."""
     if request.param == "as it is":
-        monkeypatch.setattr(torch_backend, "is_small", torch_small.is_small)
+        monkeypatch.setattr(torch_backend, "is_small", torch_steps.is_small)
     elif request.param != "one chunk":
         small = request.param == "small chunks"
-        monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 4096 if small else 1)
-        monkeypatch.setattr(chunks, "GROUP_ELEMENTS", 300 if small else 0)
-        monkeypatch.setattr(torch_modes, "BLOCK_ROWS", 8)
+        monkeypatch.setattr(torch_backend, "CHUNK_BYTES_CPU", 4096 if small else 1)
+        monkeypatch.setattr(torch_backend, "GROUP_ELEMENTS", 300 if small else 0)
+        monkeypatch.setattr(torch_steps, "BLOCK_ROWS", 8)
     return request.param
 
 
@@ -290,14 +290,14 @@ def test_plan_copies_where_a_wide_mode_has_a_narrow_tail():
     for shapes in (((700, 300), (3, 5)), ((150, 140), (3, 5)), ((2, 3), (150, 140), (3, 2))):
         for backward in (False, True):
             found = planned(shapes, 20, 1, backward=backward)
-            copied = [s.way != torch_costs.IN_PLACE for s in found.steps if s.p >= 100]
+            copied = [s.way != torch_plan.IN_PLACE for s in found.steps if s.p >= 100]
             assert found.rotates or found.layout != torch_plan.AS_IT_IS or all(copied)
-    assert all(s.way == torch_costs.IN_PLACE for s in planned(((64, 64), (64, 64)), 20, 1).steps)
+    assert all(s.way == torch_plan.IN_PLACE for s in planned(((64, 64), (64, 64)), 20, 1).steps)
 
 
 def test_plan_makes_no_large_copy_where_a_product_in_place_takes_about_as_long():
     """A copy is in new memory, which a backward pass of this size waits for longer than for the product."""
-    assert all(s.back == torch_costs.IN_PLACE for s in planned(((135, 5), (1215, 1)), 1, 20, itemsize=8, backward=True).steps)
+    assert all(s.back == torch_plan.IN_PLACE for s in planned(((135, 5), (1215, 1)), 1, 20, itemsize=8, backward=True).steps)
 
 
 def test_plan_rotates_where_products_in_place_are_narrow():
@@ -314,16 +314,14 @@ def test_plan_rotates_where_products_in_place_are_narrow():
 
 def test_plan_rotates_no_products_that_one_thread_computes():
     """MKL computes [16, 24] @ [24, 4000] on one thread, and [4000, 24] @ [24, 16] on two."""
-    mode, alone = torch_costs.Mode(1, 24, 16, 4000), torch_costs.Rates(4)
-    shared = torch_costs.Rates(4, threads=2)
-    assert torch_costs.rotating(mode, shared) > 1.5 * torch_costs.rotating(mode, alone)
+    mode, alone = torch_plan.Mode(1, 24, 16, 4000), torch_plan.Rates(4)
+    shared = torch_plan.Rates(4, threads=2)
+    assert torch_plan.rotating(mode, shared) > 1.5 * torch_plan.rotating(mode, alone)
     for rates in (alone, shared):
-        assert torch_costs.product_ways(mode._replace(matrices=4000, tail=1), rates)[torch_costs.IN_PLACE] < torch_costs.rotating(
-            mode, shared
-        )
+        assert torch_plan.product_ways(mode._replace(matrices=4000, tail=1), rates)[torch_plan.IN_PLACE] < torch_plan.rotating(mode, shared)
     for other in (mode._replace(p=64), mode._replace(tail=8192), mode._replace(tail=30)):
-        assert torch_costs.rotating(other, shared) == torch_costs.rotating(other, alone)
-    double = [torch_costs.rotating(mode, torch_costs.Rates(8, threads=n)) for n in (1, 2)]
+        assert torch_plan.rotating(other, shared) == torch_plan.rotating(other, alone)
+    double = [torch_plan.rotating(mode, torch_plan.Rates(8, threads=n)) for n in (1, 2)]
     assert double[0] == double[1]  # long rows of float64 are shared
 
 
@@ -361,7 +359,7 @@ def test_chunks_cover_everything_once(size, chunking):
     groups, length, columns = size
     x = torch.zeros(groups, length, 32, columns)
     chosen = planned(((4, 4), (8, 8)), length, columns)
-    for chunk in chunks.chunks(x, chosen, x.dtype):
+    for chunk in torch_backend.chunks(x, chosen, x.dtype):
         chunk.of(x).add_(1)
     assert torch.equal(x, torch.ones_like(x))
 
@@ -369,9 +367,9 @@ def test_chunks_cover_everything_once(size, chunking):
 def test_a_wide_result_is_no_reason_for_chunks():
     """It is written once; the intermediate alone is to stay in the cache. A backward pass sums over chunks."""
     x, chosen = torch.empty(1, 8, 53 * 55, 1), torch_plan.Plan(planned(((53, 895), (55, 159)), 8).steps)
-    assert len(list(chunks.chunks(x, chosen, x.dtype))) == 1
-    assert len(list(chunks.chunks(x, chosen, x.dtype, backward=True))) > 1
-    assert len(list(chunks.chunks(x.repeat(1, 100, 1, 1), chosen, x.dtype))) > 1
+    assert len(list(torch_backend.chunks(x, chosen, x.dtype))) == 1
+    assert len(list(torch_backend.chunks(x, chosen, x.dtype, backward=True))) > 1
+    assert len(list(torch_backend.chunks(x.repeat(1, 100, 1, 1), chosen, x.dtype))) > 1
 
 
 @pytest.mark.parametrize("columns", [1, 3, 64], ids=["right", "few columns", "columns"])
@@ -382,12 +380,12 @@ def test_chunks_of_other_devices_bound_the_memory(rows, side, count, columns):
     x = torch.empty(1, length, side**count, width, device="meta")
     factors = [torch.empty(1, side, side, device="meta")] * count
     chosen = torch_plan.plan(torch_backend._problem(x, factors))
-    most = max([chunk.of(x).numel() for chunk in chunks.chunks(x, chosen, x.dtype)])
+    most = max([chunk.of(x).numel() for chunk in torch_backend.chunks(x, chosen, x.dtype)])
     assert most <= max(x.numel() // 4, (4 << 20) // x.element_size(), side**count)
 
 
 def test_memory_stays_within_the_result_and_two_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 1 << 16)
+    monkeypatch.setattr(torch_backend, "CHUNK_BYTES_CPU", 1 << 16)
     x, factors = torch.randn(1, 2048, 512, 1), [torch.randn(1, 8, 8) for _ in range(3)]
     taken = []
     empty = torch.Tensor.new_empty
@@ -439,11 +437,11 @@ def test_small_products_and_their_recorded_gradients(left, shapes):
     ]
     still = torch_plan.differentiable_plan(torch_plan.Problem(tuple(shapes), 2, 2)).steps  # none that rotates
     runs = [torch_plan._Run(s.first, s.last, s.p, s.q) for s in sorted(still)]
-    problem, way = torch_plan.Problem(tuple(shapes), rows // columns, columns), torch_costs.TO_BACK if left else torch_costs.TO_FRONT
-    rotated, _ = torch_plan._rotated(problem, runs, way, torch_costs.Rates(8))
+    problem, way = torch_plan.Problem(tuple(shapes), rows // columns, columns), torch_plan.TO_BACK if left else torch_plan.TO_FRONT
+    rotated, _ = torch_plan._rotated(problem, runs, way, torch_plan.Rates(8))
     for steps in (*found, rotated, *([s._replace(way=way) for s in still] for way in WAYS)):
-        small = torch_small.Small(tuple(steps), tuple(dy.shape), rows // columns, columns, dy.dtype, left)
-        y = torch_small.small_multiply(small, len(factors))(x, factors, dy, 0.5, 2.0)
+        small = torch_steps.Small(tuple(steps), tuple(dy.shape), rows // columns, columns, dy.dtype, left)
+        y = torch_steps.small_multiply(small, len(factors))(x, factors, dy, 0.5, 2.0)
         assert y.is_contiguous()
         assert_close(y.detach(), truth.detach())
         for got, wanted in zip(torch.autograd.grad(y, arguments, dy), gradients, strict=True):
@@ -487,13 +485,13 @@ def test_bfloat16_is_multiplied_as_it_is_where_that_takes_less_time(monkeypatch)
 def test_transposed_results_are_copied_as_batches():
     """torch copies a transposed matrix on one thread, and one with a short side 5 times slower than a batch of one."""
     x, f = torch.randn(200, 14, dtype=torch.float64), torch.randn(14, 9, dtype=torch.float64)
-    step = torch_plan.Step(0, 1, 14, 9, 1, 1, torch_costs.MOVED)
-    small = torch_small.Small((step,), (200, 9), 200, 1, x.dtype)
-    seen = torch_small._mode_multiply(step, small)(x, f)
+    step = torch_plan.Step(0, 1, 14, 9, 1, 1, torch_plan.MOVED)
+    small = torch_steps.Small((step,), (200, 9), 200, 1, x.dtype)
+    seen = torch_steps._mode_multiply(step, small)(x, f)
     assert seen.shape == (1, 200, 9)
     assert not seen.is_contiguous()
     for given in (x, x.mT.contiguous().mT):
-        y = torch_small.small_multiply(small, 1)(given, [f], None, 1.0, 0.0)
+        y = torch_steps.small_multiply(small, 1)(given, [f], None, 1.0, 0.0)
         assert y.is_contiguous()
         assert y.shape == (200, 9)
         assert_close(y, x @ f)

@@ -11,7 +11,7 @@ from canonical_cases import DTYPES, dense, in_double, multiply, problem, roundin
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron import forward
-from fastkron_py.kron.units import lone_units
+from fastkron_py.kron.canonical import lone_units
 from fastkron_py.testing import assert_close
 
 # (batches, rows, P, Q, R) whose factors of one element no launch multiplies beside others

@@ -9,9 +9,12 @@ import pytest
 import torch
 from canonical_cases import backward, dense, expected_gradients, in_double, multiply, problem
 
-from fastkron_py.kron.families.one_mode import best_algorithm, best_gradient_algorithm
+from fastkron_py.kron import planner
+from fastkron_py.kron.families import wgmma
 from fastkron_py.kron.families.wgmma import gradient_config, multiply_config, ring_stages
-from fastkron_py.kron.plan.mode import Mode
+from fastkron_py.kron.plan.gradient_order import best_gradient_algorithm
+from fastkron_py.kron.planner import best_algorithm
+from fastkron_py.kron.problem import Mode
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
@@ -32,9 +35,8 @@ ALGORITHMS = ("matmul", "copying", "looped")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_is_right(algorithm: str, shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastkron_py.kron import backward as backward_module  # imports Triton, which reads TRITON_INTERPRET
-    from fastkron_py.kron import forward
 
-    monkeypatch.setattr(forward, "best_algorithm", lambda *_: algorithm)
+    monkeypatch.setattr(planner, "best_algorithm", lambda *_: algorithm)
     monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
     groups, rows, ps, qs, columns = shape
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128):
@@ -161,9 +163,8 @@ def test_x_is_copied_where_runs_begin_on_16_bytes(monkeypatch: pytest.MonkeyPatc
         ((7, 257 * 70, 0, 1, 257), 256, 70, None),
     ]:
         from fastkron_py.kron.families.wgmma import multiply_launch
-        from fastkron_py.kron.hopper import kernels  # imports Triton, which reads TRITON_INTERPRET
 
-        monkeypatch.setattr(kernels, "wide_kernel", object)
+        monkeypatch.setattr(wgmma, "kernel", object)
         common = {"x_strides": strides, "y_strides": strides, "z_strides": strides, "before": 1, "after": after, "HEAD": False}
         common |= {"TAIL": after > 1, "EPILOGUE": None}
         launch = multiply_launch(mode(1, 100, after, p, 256, 4), common, (0, 256, 1), is_fixed=True)
@@ -175,16 +176,16 @@ def test_x_is_copied_where_runs_begin_on_16_bytes(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("algorithm", ["matmul", "copying"])
 def test_long_sums_of_half_types_are_cut(algorithm: str, shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastkron_py.kron import backward as backward_module
-    from fastkron_py.kron import forward, matmul_step
-    from fastkron_py.tiling import long_products
+    from fastkron_py.kron import matmul_step
+    from fastkron_py.tiling import torch_products
 
-    monkeypatch.setattr(forward, "best_algorithm", lambda *_: algorithm)
+    monkeypatch.setattr(planner, "best_algorithm", lambda *_: algorithm)
     monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
-    monkeypatch.setattr(long_products, "LONG", 20)
-    monkeypatch.setattr(long_products, "LONG_ALONG", 20)
-    monkeypatch.setattr(long_products, "_LEAST", 8)
+    monkeypatch.setattr(torch_products, "LONG", 20)
+    monkeypatch.setattr(torch_products, "LONG_ALONG", 20)
+    monkeypatch.setattr(torch_products, "_LEAST", 8)
     cuts = []
-    monkeypatch.setattr(matmul_step, "write_parts", lambda *given, cut: cuts.append(cut) or long_products.write_parts(*given, cut))
+    monkeypatch.setattr(matmul_step, "write_parts", lambda *given, cut: cuts.append(cut) or torch_products.write_parts(*given, cut))
     groups, rows, ps, qs, columns = shape
     for dtype in (torch.float16, torch.bfloat16):
         cuts.clear()
@@ -202,7 +203,6 @@ def test_long_sums_of_half_types_are_cut(algorithm: str, shape: tuple, device: t
 def test_float64_takes_wide_factors_in_the_order_of_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """94 x (830, 750) to (274, 256): the first factor narrows more, but its product is slower while the second mode is 750 wide."""
     from fastkron_py.kron import forward
-    from fastkron_py.kron.plan.plan import plan
 
     monkeypatch.setattr(devices, "gpu_of", lambda device: HOPPER)
 
@@ -210,8 +210,7 @@ def test_float64_takes_wide_factors_in_the_order_of_least_time(monkeypatch: pyte
         x = torch.empty(1, 94, math.prod(ps), 1, dtype=dtype)
         factors = [torch.empty(1, p, q, dtype=dtype) for p, q in zip(ps, qs, strict=True)]
         made = forward.multiply_problem(x, factors, torch.device("cpu"), "highest")
-        planned = plan(ps, qs, forward.plan_problem(made))
-        return [launch.start for launch in forward._in_order(made, planned)]
+        return [launch.start for launch in planner._in_order(made, planner.plan(made))]
 
     assert order(torch.float64, (830, 750), (274, 256)) == [1, 0]
     assert order(torch.float32, (830, 750), (274, 256)) == [0, 1]
@@ -220,7 +219,6 @@ def test_float64_takes_wide_factors_in_the_order_of_least_time(monkeypatch: pyte
 def test_few_columns_are_not_written_last_where_others_widen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of 5 elements are shorter than a sector: 4 to 97 is not last, though it widens most; 16 columns are a whole sector."""
     from fastkron_py.kron import forward
-    from fastkron_py.kron.plan.plan import plan
 
     monkeypatch.setattr(devices, "gpu_of", lambda device: HOPPER)
 
@@ -229,7 +227,7 @@ def test_few_columns_are_not_written_last_where_others_widen(monkeypatch: pytest
         x = torch.empty(1, 1, math.prod(ps), columns, dtype=torch.bfloat16)
         factors = [torch.empty(1, p, q, dtype=torch.bfloat16) for p, q in zip(ps, qs, strict=True)]
         made = forward.multiply_problem(x, factors, torch.device("cpu"), "highest")
-        return forward._in_order(made, plan(ps, qs, forward.plan_problem(made)))[-1].start
+        return planner._in_order(made, planner.plan(made))[-1].start
 
     assert last(5) != 2
     assert last(16) == 2

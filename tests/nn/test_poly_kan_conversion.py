@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.utils.parametrize
 import torch.nn.utils.prune
-from refusals import Refusal, assert_all_refused, assert_refused
+from refusals import Refusal, assert_all_refused, assert_refused, value, wrong_type
 from torch import Tensor, nn
 
 from fastkron_py.nn import PolyKANLinear, SplineKANLinear, convert_kan, from_chebykan, from_efficient_kan
@@ -230,83 +230,66 @@ def spoiled(name: str, value: Tensor | None) -> dict[str, Tensor]:
 
 GRID = torch.linspace(-1, 1, 12).expand(3, -1)
 BAD: dict[str, Refusal] = {
-    "no coefficients": (lambda: from_chebykan({}), TypeError, "source: expected ChebyKAN's cheby_coeffs; got nothing"),
-    "no state": (lambda: from_chebykan(3), TypeError, "source: expected a layer of ChebyKAN or its state_dict; got int"),  # type: ignore[arg-type]
-    "two dimensions": (
-        lambda: from_chebykan(torch.ones(3, 4)),
-        ValueError,
-        "source: expected cheby_coeffs [in, out, degree + 1]; got shape (3, 4)",
+    "no coefficients": wrong_type(lambda: from_chebykan({}), "source: expected ChebyKAN's cheby_coeffs; got nothing"),
+    "no state": wrong_type(lambda: from_chebykan(3), "source: expected a layer of ChebyKAN or its state_dict; got int"),  # type: ignore[arg-type]
+    "two dimensions": value(
+        lambda: from_chebykan(torch.ones(3, 4)), "source: expected cheby_coeffs [in, out, degree + 1]; got shape (3, 4)"
     ),
-    "degree 0": (lambda: from_chebykan(torch.ones(3, 4, 1)), ValueError, "degree: expected 1 to 64; got 0"),
-    "more than ChebyKAN": (
+    "degree 0": value(lambda: from_chebykan(torch.ones(3, 4, 1)), "degree: expected 1 to 64; got 0"),
+    "more than ChebyKAN": value(
         lambda: from_chebykan({"cheby_coeffs": torch.ones(3, 4, 2), "bias": torch.ones(4)}),
-        ValueError,
         "source: expected the parameters of one layer of ChebyKAN, cheby_coeffs, arange; got bias",
     ),
-    "no grid": (
+    "no grid": wrong_type(
         lambda: from_efficient_kan(spoiled("grid", None)),
-        TypeError,
         "source: expected efficient-kan's base_weight, spline_weight, grid; got 'base_weight', 'spline_weight', 'spline_scaler'",
     ),
-    "grid of another layer": (
-        lambda: from_efficient_kan(spoiled("grid", GRID[:2])),
-        ValueError,
-        "grid: expected shape [3, grid_size + 2 order + 1]; got shape (2, 12)",
+    "grid of another layer": value(
+        lambda: from_efficient_kan(spoiled("grid", GRID[:2])), "grid: expected shape [3, grid_size + 2 order + 1]; got shape (2, 12)"
     ),
-    "order": (
+    "order": value(
         lambda: from_efficient_kan(spoiled("grid", torch.linspace(-1, 1, 13).expand(3, -1))),
-        ValueError,
         "grid: expected splines of order 1, 2 or 3; got order 4",
     ),
-    "uneven grid": (
+    "uneven grid": value(
         lambda: from_efficient_kan(spoiled("grid", GRID**3)),
-        ValueError,
         "grid: expected rising points at equal distances, which update_grid keeps only with grid_eps=1; got others",
     ),
-    "NaN in the grid": (
+    "NaN in the grid": value(
         lambda: from_efficient_kan(spoiled("grid", GRID * float("nan"))),
-        ValueError,
         "grid: expected rising points at equal distances, which update_grid keeps only with grid_eps=1; got others",
     ),
-    "scaler": (
+    "scaler": value(
         lambda: from_efficient_kan(spoiled("spline_scaler", torch.ones(3, 4))),
-        ValueError,
         "spline_scaler: expected shape (4, 3), as spline_weight; got shape (3, 4)",
     ),
-    "base": (
+    "base": value(
         lambda: from_efficient_kan(spoiled("base_weight", torch.ones(4))),
-        ValueError,
         "base_weight: expected shape (4, 3), as spline_weight; got shape (4,)",
     ),
-    "nothing to convert": (
+    "nothing to convert": value(
         lambda: convert_kan(nn.Linear(3, 4)),
-        ValueError,
         "source: expected a model with layers of ChebyKAN (cheby_coeffs) or efficient-kan (base_weight, spline_weight, grid); got none",
     ),
-    "other parameters": (
+    "other parameters": wrong_type(
         lambda: convert_kan({"0.cheby_coeffs": torch.ones(3, 4, 2), "1.weight": torch.ones(4)}),
-        TypeError,
         "source: expected efficient-kan's base_weight, spline_weight, grid; got 'weight'",
     ),
-    "no model": (lambda: convert_kan([1]), TypeError, "source: expected a module or a state_dict; got list"),  # type: ignore[arg-type]
-    "grid size": (lambda: SplineKANLinear(3, 4, 0), ValueError, "grid_size: expected at least 1; got 0"),
-    "spline order": (lambda: SplineKANLinear(3, 4, 5, 4), ValueError, "order: expected splines of order 1, 2 or 3; got order 4"),
-    "no range": (lambda: SplineKANLinear(3, 4, grid_range=5), TypeError, "grid_range: expected a pair (lowest, highest); got 5"),  # type: ignore[arg-type]
-    "infinite range": (
-        lambda: SplineKANLinear(3, 4, grid_range=(0.0, float("inf"))),
-        ValueError,
-        "grid_range[1]: expected a finite number; got inf",
+    "no model": wrong_type(lambda: convert_kan([1]), "source: expected a module or a state_dict; got list"),  # type: ignore[arg-type]
+    "grid size": value(lambda: SplineKANLinear(3, 4, 0), "grid_size: expected at least 1; got 0"),
+    "spline order": value(lambda: SplineKANLinear(3, 4, 5, 4), "order: expected splines of order 1, 2 or 3; got order 4"),
+    "no range": wrong_type(lambda: SplineKANLinear(3, 4, grid_range=5), "grid_range: expected a pair (lowest, highest); got 5"),  # type: ignore[arg-type]
+    "infinite range": value(
+        lambda: SplineKANLinear(3, 4, grid_range=(0.0, float("inf"))), "grid_range[1]: expected a finite number; got inf"
     ),
     "activation": (
         lambda: SplineKANLinear(3, 4, base_activation=5),  # type: ignore[arg-type]
         TypeError,
         "base_activation: expected a module; got int",
     ),
-    "edge": (lambda: SplineKANLinear(3, 4).edge(4, 0, GRID[0]), ValueError, "output: expected 0 to 3; got 4"),
-    "range": (
-        lambda: SplineKANLinear(3, 4, grid_range=(1.0, 1.0)),
-        ValueError,
-        "grid_range: expected a lower and a higher number; got (1.0, 1.0)",
+    "edge": value(lambda: SplineKANLinear(3, 4).edge(4, 0, GRID[0]), "output: expected 0 to 3; got 4"),
+    "range": value(
+        lambda: SplineKANLinear(3, 4, grid_range=(1.0, 1.0)), "grid_range: expected a lower and a higher number; got (1.0, 1.0)"
     ),
 }
 

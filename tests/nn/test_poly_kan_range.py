@@ -16,8 +16,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fastkron_py import poly_kan
-from fastkron_py.kan import running_range
-from fastkron_py.kan.running_range import Calls
 from fastkron_py.nn import KAN, PolyKANConv2d, PolyKANLinear, SplineKANLinear
 from fastkron_py.testing import assert_close
 
@@ -119,14 +117,6 @@ def test_compiled_checkpoints_change_nothing(name: str, is_inside: bool, use_ree
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_second_runs_are_known_when_graphs_run(is_inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above tells: its gradients are others where no run is a second one."""
-    monkeypatch.setattr(running_range, "is_second_run", lambda: False)
-    found, expected = of_compiled("twice", is_inside, False, "aot_eager")
-    assert float((found[1] - expected[1]).abs().max()) > 1e-2 * float(expected[1].abs().max())
-
-
 def test_a_batch_in_between_is_refused() -> None:
     """The backward graph of a compiled checkpoint reads the range, and torch sees that it moved."""
     torch.compiler.reset()
@@ -160,30 +150,6 @@ def test_one_graph_for_layers_of_one_kind() -> None:
         assert torch.equal(compiled(layer, x), eager(x))
         assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), eager.buffers(), strict=True))
     assert counter.frame_count == 2  # of the first momentum, and of any
-
-
-def test_opcheck() -> None:
-    layer = PolyKANLinear(3, 2, 4, "bspline")
-    own, running, after = (torch.randn(2, 3) for _ in range(3))
-    torch.library.opcheck(torch.ops.fastkron.running_range, (own, running, after, layer._calls.handle))
-
-
-def test_how_many_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond them the nearest are taken."""
-    for most, most_bytes, kept in [(150, 2**20, 150), (4096, 128 * 100 + 1, 100), (4096, 1, 64), (4096, 2**20, 170)]:
-        monkeypatch.setattr(running_range, "MOST_CALLS", most)
-        monkeypatch.setattr(running_range, "MOST_BYTES", most_bytes)
-        calls = Calls()
-        own = torch.randn(170, 2, 4, dtype=torch.float64).cumsum(0)
-        running = torch.tensor([[-1.0], [3.0]], dtype=torch.float64).expand(2, 4)
-        given = [calls.follow(t, running, 0.5)[0] for t in own]
-        with monkeypatch.context() as second:
-            second.setattr(running_range, "is_second_run", lambda: True)
-            for age in (1, kept // 2, kept):
-                bounds, after = calls.follow(own[-age], running, 0.5)
-                assert torch.equal(bounds, given[-age])
-                assert torch.equal(after, running)
-            assert torch.equal(calls.follow(own[0], running, 0.5)[0], given[0]) == (kept == len(own))
 
 
 def test_gradients_of_many_calls_in_checkpoints() -> None:
@@ -232,6 +198,17 @@ def test_infinities_are_left_out() -> None:
     assert splines.centre.tolist() == [2.0, 3.0]
 
 
+def test_autocast_rounds_what_is_normalized() -> None:
+    for normalization in ["minmax", "layer_norm"]:
+        layer = PolyKANConv2d(3, 4, 1, 5, normalization=normalization)
+        x = 100 + 0.01 * torch.randn(2, 3, 5, 5)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        c = layer.coefficients.detach().bfloat16().double()[..., 0, 0]
+        expected = poly_kan(x.movedim(1, -1).double(), c, normalization=normalization).movedim(-1, 1)
+        assert_close(y.detach(), expected, steps=3)
+
+
 def test_a_call_that_fails_moves_nothing() -> None:
     for layer, x in [
         (PolyKANLinear(3, 2, 4, "bspline"), torch.randn(5, 3, dtype=torch.float64)),
@@ -258,14 +235,3 @@ def test_half_ranges() -> None:
     splines = SplineKANLinear(2, 3, grid_range=(-4e4, 4e4), dtype=torch.float16)
     wide = copy.deepcopy(splines).double()
     assert_close(splines(x).detach(), wide(x.double()).detach(), steps=3)
-
-
-def test_autocast_rounds_what_is_normalized() -> None:
-    for normalization in ["minmax", "layer_norm"]:
-        layer = PolyKANConv2d(3, 4, 1, 5, normalization=normalization)
-        x = 100 + 0.01 * torch.randn(2, 3, 5, 5)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
-        c = layer.coefficients.detach().bfloat16().double()[..., 0, 0]
-        expected = poly_kan(x.movedim(1, -1).double(), c, normalization=normalization).movedim(-1, 1)
-        assert_close(y.detach(), expected, steps=3)

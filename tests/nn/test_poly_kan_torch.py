@@ -1,4 +1,4 @@
-"""What torch does with KAN layers besides calling them: sizes that are symbols, export, parameters without memory."""
+"""What torch does with KAN layers besides calling them: sizes that are symbols, parameters without memory."""
 
 from __future__ import annotations
 
@@ -49,18 +49,6 @@ def test_compiles_once_for_all_batches(name: str, training: bool) -> None:
         calls.append(counter.frame_count)
     assert calls == calls[:1] * 4
     assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), eager.buffers(), strict=True))
-
-
-def test_export_with_any_batch() -> None:
-    for name in OWN:
-        make, shape = LAYERS[name]
-        layer = make()
-        layer(torch.randn(4, *shape))
-        layer.eval()
-        exported = torch.export.export(layer, (torch.randn(7, *shape),), dynamic_shapes=({0: torch.export.Dim("rows")},)).module()
-        for rows in (2, 9):
-            x = torch.randn(rows, *shape)
-            assert_close(exported(x).detach(), layer(x).detach())
 
 
 def reset(model: nn.Module) -> nn.Module:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
 from rational_cases import VERSIONS, WITHOUT_NOISE
-from torch import Tensor
 
 from fastkron_py import backend, reference
 from fastkron_py.nn import GRKAN, GroupRational
-from fastkron_py.nn.rational_fit import fit
 from fastkron_py.nn.rational_functions import FUNCTIONS, initial
 
 # docs/guides/rational.md has the same table: largest errors on [-3, 3] at degrees (5, 4), rounded up.
@@ -41,13 +38,6 @@ def test_the_table_fits_each_version() -> None:
         assert error == pytest.approx(found.error, rel=0.02, abs=1e-15), (name, version)
 
 
-def test_the_table_is_what_the_fit_finds() -> None:
-    """For one entry of each kind of model."""
-    for name, version in (("swish", "B"), ("tanh", "C")):
-        found = fit(FUNCTIONS[name], (5, 4), version)
-        assert found.error == pytest.approx(initial(name, (5, 4), version).error, rel=0.05)
-
-
 def test_the_identity_is_exact_and_can_learn(device: torch.device) -> None:
     for version in VERSIONS:
         act = GroupRational(8, 2, version=version, init="identity", device=device, dtype=torch.float64).eval()
@@ -70,7 +60,7 @@ def test_other_degrees_are_fitted_on_the_spot(degrees: tuple[int, int]) -> None:
 
 
 def test_fit(device: torch.device) -> None:
-    for version in WITHOUT_NOISE:
+    for version in ("A", "C"):
         act = GroupRational(6, 3, version=version, device=device)
         error = act.fit(torch.cos, (-2.0, 2.0))
         x = torch.linspace(-2, 2, 777, dtype=torch.float64)
@@ -80,14 +70,6 @@ def test_fit(device: torch.device) -> None:
         assert float((found - x.cos()[:, None]).abs().max()) <= error + 1e-6  # coefficients are float32
         y = act(x[:, None].expand(-1, 6).to(device, torch.float32))
         assert float((y.detach().cpu() - x.cos()[:, None]).abs().max()) <= error + 2e-6
-
-
-def test_version_d_is_noisy_while_training_only(device: torch.device) -> None:
-    act = GroupRational(8, 2, version="D", noise=0.5, device=device)
-    x = torch.ones(3, 8, device=device)
-    assert not torch.equal(act(x), act(x))
-    act.eval()
-    assert torch.equal(act(x), act(x))
 
 
 def test_reset_and_repr() -> None:
@@ -155,22 +137,6 @@ def test_variance_is_kept() -> None:
             assert float(hidden.var()) == pytest.approx(1.0, abs=0.22)
 
 
-def test_gains_of_known_functions() -> None:
-    def gain(name: str) -> float:
-        return GroupRational(8, 2, init=name, dtype=torch.float64).gain()
-
-    assert gain("identity") == pytest.approx(1.0, rel=1e-6)
-    assert gain("relu") == pytest.approx(2.0, rel=0.02)  # Kaiming's
-    assert gain("swish") == pytest.approx(1 / 0.3557, rel=0.01)  # E[swish(x)^2] = 0.3557
-
-
-def test_parameters_are_those_of_an_mlp_and_two_functions() -> None:
-    layer = GRKAN(192, 768)
-    functions = 2 * (6 + 8 * 4)
-    assert sum(p.numel() for p in layer.parameters()) == 2 * 192 * 768 + 768 + 192 + functions
-    assert 12 * functions == 912  # what a KAT has more than a ViT
-
-
 # ---- refusals --------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -206,13 +172,6 @@ def test_refused() -> None:
     for call, error, message in BAD.values():
         with pytest.raises(error, match=message):
             call()
-
-
-def test_functions_of_one_variable() -> None:
-    """The gated functions' definitions."""
-    x: Tensor = torch.tensor([-1.0, 0.5], dtype=torch.float64)
-    assert FUNCTIONS["geglu"](x).tolist() == pytest.approx([v * v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in (-1.0, 0.5)])
-    assert FUNCTIONS["swishglu"](x).tolist() == pytest.approx([v * v / (1 + math.exp(-v)) for v in (-1.0, 0.5)])
 
 
 def test_layers_made_on_the_meta_device_leave_later_ones_their_table() -> None:

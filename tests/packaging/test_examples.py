@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torchvision_import import import_torchvision
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -155,29 +154,6 @@ def test_kan_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_every_kan_example_is_run() -> None:
     assert {p.stem for p in (EXAMPLES / "kan").glob("*.py")} == {*KAN_EXAMPLES, "common", "pictures"}
-
-
-@pytest.mark.full
-def test_burgers_exact_solution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It begins as -sin(pi x), vanishes at both ends, and satisfies the equation, by central differences of step 1e-4."""
-    monkeypatch.syspath_prepend(EXAMPLES / "kan")
-    try:
-        found = runpy.run_path(str(EXAMPLES / "kan" / "burgers.py"))
-    finally:
-        for shared in ("common", "pictures"):
-            sys.modules.pop(shared, None)
-    exact, viscosity, h = found["exact"], found["VISCOSITY"], 1e-4
-    x, t = (
-        p.flatten() for p in torch.meshgrid(torch.linspace(-0.95, 0.95, 20).double(), torch.linspace(0.1, 0.9, 9).double(), indexing="ij")
-    )
-    u = exact(x, t)
-    slope_t = (exact(x, t + h) - exact(x, t - h)) / (2 * h)
-    slope_x = (exact(x + h, t) - exact(x - h, t)) / (2 * h)
-    curvature = (exact(x + h, t) - 2 * u + exact(x - h, t)) / h**2
-    assert float((slope_t + u * slope_x - viscosity * curvature).abs().max()) < 1e-4  # of terms up to 10
-    assert float(exact(torch.tensor([-1.0, 1.0]), torch.tensor([0.5, 0.5])).abs().max()) < 1e-12
-    begin = torch.linspace(-1, 1, 9).double()
-    assert torch.allclose(exact(begin, torch.full((9,), 1e-12)), -torch.sin(torch.pi * begin), atol=1e-5)
 
 
 @pytest.mark.full

@@ -120,41 +120,6 @@ def test_its_triton_kernels_compute(folder: Path) -> None:
     run(folder, ALONE + LOADERS["importlib"] + code, TRITON_INTERPRET="1")
 
 
-def test_a_wrong_result_is_seen(folder: Path) -> None:
-    wrong = "right = kernel.rational\nkernel.rational = lambda *t, **options: right(*t, **options) * (1 + 1e-5)\n"
-    with pytest.raises(AssertionError, match=r"AssertionError: (9\.9\d*e-06|1\.00\d*e-05)"):
-        run(folder, ALONE + LOADERS["importlib"] + wrong + RESULTS)
-
-
-@NEEDS_KERNELS
-def test_kernels_loads_it_beside_fastkron_py_and_another_version(folder: Path, tmp_path: Path) -> None:
-    """Each has operators, registries and modules of its own."""
-    hub = builder()
-    files = hub.sources()
-    files["layers.py"] += b"# another version\n"
-    for name, data in hub.variant("cpu", files).items():
-        path = tmp_path / "build" / "torch-cpu" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    code = f"""
-import torch, fastkron_py
-import fastkron_py.nn
-from pathlib import Path
-from kernels import get_local_kernel, get_loaded_kernels
-first, second = get_local_kernel(FOLDER, backend="cpu"), get_local_kernel(Path({str(tmp_path)!r}), backend="cpu")
-assert first.__name__ != second.__name__
-assert [k.metadata.version for k in get_loaded_kernels()] == [0, 0]
-x, weight = torch.randn(3, 4), torch.randn(2, 5, 4)
-results = [m.gated_linear(x, weight, layout="stacked") for m in (fastkron_py, first, second)]
-assert all(torch.equal(r, results[0]) for r in results)
-for name in ("fastkron", first.__name__, second.__name__):
-    assert getattr(torch.ops, name).gated_linear
-first.set_backend("torch")
-assert first.backend is not second.backend
-"""
-    run(folder, code)
-
-
 @pytest.mark.full
 @NEEDS_KERNELS
 @pytest.mark.parametrize(("layer", "activation", "bias"), [("SwiGLUMLP", "silu", False), ("GeGLUMLP", "gelu", True)])

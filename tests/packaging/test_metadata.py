@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import subprocess
-import tomllib
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 import fastkron_py
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = Path(fastkron_py.__file__).parent
 
 
 def test_version_is_the_distribution_s() -> None:
@@ -31,19 +29,6 @@ def test_the_citation_has_this_version() -> None:
     if not citation.is_file():
         pytest.skip("the tests run beside an installed package, without the source tree")
     assert f"version: {fastkron_py.__version__}\n" in citation.read_text()
-
-
-def test_every_room_is_installed() -> None:
-    rooms = {p.parent.name for p in PACKAGE.glob("*/__init__.py")}
-    assert rooms == {"adapters", "cli", "distributed", "gated", "integrations", "kan", "kron", "nn", "rational", "runtime", "tiling"}
-    assert (PACKAGE / "py.typed").is_file()
-
-
-def test_extras() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {"gp", "botorch", "kan", "mpi", "cupy", "vision", "llm", "lycoris"}
-    extras |= {"peft", "notebooks", "bench", "demo", "docs", "plots", "release", "test", "dev"}
-    assert set(project["optional-dependencies"]) == extras
 
 
 def test_public_names_and_every_parameter_are_described() -> None:

@@ -10,7 +10,6 @@ import torch
 from fastkron_py import rational
 
 X, A, B = torch.ones(3, 8), torch.ones(2, 6), torch.ones(2, 4)
-F64 = torch.float64
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "x is a list": ({"x": [1.0]}, TypeError, "x: expected a torch tensor, a NumPy array or a CuPy array; got list"),

@@ -1,9 +1,11 @@
-"""The rational kernels' ways to walk: on rows, flat, over rows' ends; full and masked tiles; one and many iterations."""
+"""The rational kernels' ways to walk, on rows, flat, over rows' ends, in runs; and what a compiler is told."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from fastkron_py.rational import config as tuning
 from fastkron_py.rational import launches, program
 from fastkron_py.rational import torch_backend as torch_rational
-from fastkron_py.rational.config import Preference
+from fastkron_py.rational.config import LANES, Preference, Runs, Walk, find_runs, walk
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import AMD, GPU, HOPPER
 
@@ -103,3 +105,94 @@ def test_only_nvidia_s_compiler_is_given_a_limit_of_registers(gpu: GPU, dtype: t
     of_both = launches.forward_launcher(forward).configs + launches.backward_launchers(backward).first.configs
     limits = [config.arguments["maxnreg"] for config in of_both if "maxnreg" in config.arguments]
     assert limits == ([40] if gpu is HOPPER else [])
+
+
+# ---- how they walk over memory --------------------------------------------------------------------
+
+
+def runs_of(t: Tensor, groups: int) -> Runs | None:
+    return find_runs(t.shape, [t.stride()], groups)
+
+
+IMAGE = torch.empty(3, 8, 5, 7)  # channels first
+
+
+def test_runs() -> None:
+    rows = torch.empty(4, 6, 8)
+    assert runs_of(rows, 4) == (24, 4, 2, (8,))
+    assert runs_of(rows, 1) == (1, 1, 192, (192,))
+    assert runs_of(IMAGE.movedim(1, -1), 4) == (3, 4, 70, (280,))
+    assert runs_of(IMAGE.movedim(1, -1), 1) == (1, 1, 840, (840,))
+    assert runs_of(rows.movedim(0, -1), 2) == (1, 2, 96, (192,))
+    assert runs_of(rows[..., :4], 2) == (24, 2, 2, (8,))
+    assert runs_of(rows[:, :1], 2) == (4, 2, 4, (48,))
+    assert runs_of(torch.empty(8), 2) == (1, 2, 4, (8,))
+
+
+def test_no_runs() -> None:
+    rows = torch.empty(4, 6, 8)
+    assert runs_of(rows[..., ::2], 2) is None
+    assert runs_of(rows[:, :3, :4], 2) is None
+    assert runs_of(rows[:1].expand(4, 6, 8), 2) is None
+    assert runs_of(torch.empty(1).expand(4, 8), 2) is None
+    assert runs_of(torch.empty(1).expand(4, 8), 1) is None
+    assert runs_of(rows.as_strided((4, 8), (4, 1)), 2) is None  # rows that overlap
+
+
+def taken(w: Walk) -> list[int]:
+    """Vectors of one group that its programs take, as the kernel's loops do."""
+    found = []
+    for chunk in range(w.chunks):
+        for phase in range(w.phases):
+            for period in range(w.chunk(chunk).start, min(w.chunk(chunk).stop, w.periods - (phase >= w.last_phases))):
+                start = (period * w.phases + phase) * w.block
+                found += range(start, min(start + w.block, w.total))
+    return found
+
+
+def is_valid(walk: Walk, runs: Runs) -> bool:
+    """Whether the kernels take a walk, whose programs then together take each vector of a group once."""
+    tiles = math.ceil(walk.total / walk.block)
+    steady = walk.mode != "rows" or walk.phases * walk.block % walk.per_run == 0
+    return (
+        walk.vector * walk.per_run == runs.length
+        and walk.total == walk.per_run * runs.outer
+        and all(stride % walk.vector == 0 for stride in runs.row_strides if runs.outer > 1)
+        and walk.block >= LANES
+        and walk.block & (walk.block - 1) == 0
+        and walk.vector & (walk.vector - 1) == 0
+        and (walk.mode != "flat" or runs.outer == 1)
+        and (walk.mode == "rows" or walk.phases == 1)
+        and steady
+        and 0 <= walk.long_chunks <= walk.chunks
+        and walk.chunk(walk.chunks - 1).stop * walk.phases >= tiles
+    )
+
+
+PREFERENCES = [Preference(1, 4, 48, True), Preference(2, 4, 4), Preference(1, 1, 3, True), Preference(4, 8, 1)]
+
+
+@pytest.mark.parametrize(
+    ("outer", "groups", "length"),
+    [
+        (1, 1, 1),
+        (1, 1, 100_000),
+        (197 * 8, 8, 96),
+        (591, 8, 24),
+        (7, 3, 5),
+        (64, 8, 384),
+        (3, 4, 7 * 1024),
+        (5000, 2, 24),
+        (300, 2, 3 * 128),
+    ],
+)
+def test_every_vector_once(outer: int, groups: int, length: int) -> None:
+    for itemsize, preference in product([2, 4, 8], PREFERENCES):
+        runs = Runs(outer, groups, length, (groups * length,))
+        for multiprocessors in (2, 132):
+            w = walk(runs, itemsize, multiprocessors, preference)
+            assert is_valid(w, runs)
+            assert sorted(taken(w)) == list(range(w.total))
+            assert w.iterations <= preference.iterations
+            if w.mode == "rows" and w.phases > 1:  # a thread stays on its columns
+                assert w.phases * w.block % w.per_run == 0

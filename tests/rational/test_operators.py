@@ -1,8 +1,7 @@
-"""The rational operators: what torch.library asks of them, derivatives of every order and kind, transforms, compilation."""
+"""The rational operators: what torch.library asks of them, derivatives of every order, transforms."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from itertools import product
 
@@ -35,22 +34,6 @@ def leaves(
 
 
 # ---- torch.library -----------------------------------------------------------------------------
-
-
-def test_opcheck(backend_name: str, device: torch.device) -> None:
-    """Schema, autograd registration, fake and AOT dispatch with dynamic shapes, of both operators, with shared coefficients."""
-    for groups in ((1, 1), (1, 4)):
-        x, a, b = leaves((2, 3, 8), groups, device)
-        torch.library.opcheck(FORWARD, (x, a, b, "B", F64, backend_name))
-        dy = torch.randn_like(x).requires_grad_()
-        torch.library.opcheck(BACKWARD, (dy, x, a, b, True, True, "B", backend_name))
-
-
-@pytest.mark.full
-def test_opcheck_of_some_gradients(backend_name: str, device: torch.device) -> None:
-    for needs in [(True, False), (False, True)]:
-        x, a, b = leaves((2, 3, 8), 2, device)
-        torch.library.opcheck(BACKWARD, (torch.randn_like(x).requires_grad_(), x, a, b, *needs, "A", backend_name))
 
 
 def test_opcheck_of_layouts(backend_name: str, device: torch.device) -> None:
@@ -102,35 +85,6 @@ def test_second_derivatives_where_arguments_are_zero(version: str, backend_name:
         fastkron_py.testing.assert_close(found, want, rms_tol=1e-13, max_tol=1e-12)
 
 
-def test_third_derivatives(backend_name: str, device: torch.device) -> None:
-    x, a, b = leaves((3, 4), 2, device, (3, 2))
-
-    def third(function: Callable[..., Tensor]) -> Tensor:
-        value = function(x, a, b)
-        for _ in range(3):
-            (value,) = torch.autograd.grad(value.sum(), x, create_graph=True)
-        return value
-
-    fastkron_py.testing.assert_close(third(rational), third(reference.rational), rms_tol=1e-12, max_tol=1e-11)
-
-
-def test_hessian_and_jacobians(backend_name: str, device: torch.device) -> None:
-    x, a, b = (t.detach() for t in leaves((2, 2), 2, device, (2, 1)))
-
-    def along(argument: int, function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-        def of(t: Tensor) -> Tensor:
-            arguments = [x, a, b]
-            arguments[argument] = t
-            return function(*arguments).sin().sum(0)
-
-        return of
-
-    for i, t in enumerate((x, a, b)):
-        for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
-            found, want = (transform(along(i, f))(t) for f in (rational, reference.rational))
-            fastkron_py.testing.assert_close(found, want, rms_tol=1e-12, max_tol=1e-11, name=f"{transform.__name__} {i}")
-
-
 # ---- vmap --------------------------------------------------------------------------------------
 
 
@@ -152,42 +106,3 @@ def test_vmap(backend_name: str, device: torch.device) -> None:
         want = [step(reference.rational, *s, reference.rational(*s).cos()) for s in samples]
         for i, f in enumerate(found):
             fastkron_py.testing.assert_close(f, torch.stack([w[i] for w in want]), rms_tol=1e-12, max_tol=1e-11)
-
-
-# ---- compilation -------------------------------------------------------------------------------
-
-
-COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
-INDUCTOR = [pytest.param(version, "inductor", marks=[pytest.mark.full, COMPILER]) for version in ("A", "B", "D")]
-
-
-@pytest.mark.parametrize(("version", "how"), [("D", "aot_eager"), *INDUCTOR])
-def test_fullgraph(version: str, how: str, backend_name: str, device: torch.device) -> None:
-    torch._dynamo.reset()
-    x, a, b = leaves((3, 4, 8), 2, device, version=version)
-
-    def loss(function: Callable[..., Tensor], *t: Tensor) -> Tensor:
-        return function(t[0].sin(), t[1], t[2], version=version).square().sum()
-
-    got = torch.compile(lambda *t: loss(rational, *t), backend=how, fullgraph=True)(x, a, b)
-    want = loss(lambda *t, version: reference.rational(*t, version=version), x, a, b)
-    fastkron_py.testing.assert_close(got, want, rms_tol=1e-12, max_tol=1e-12)
-    for g, w in zip(torch.autograd.grad(got, (x, a, b)), torch.autograd.grad(want, (x, a, b)), strict=True):
-        fastkron_py.testing.assert_close(g, w, rms_tol=1e-12, max_tol=1e-12)
-    torch._dynamo.reset()
-
-
-def test_export_keeps_one_node(device: torch.device) -> None:
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = torch.nn.Parameter(torch.randn(2, 6)), torch.nn.Parameter(torch.randn(2, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return rational(x, self.a, self.b)
-
-    layer, rows = Layer().to(device), torch.export.Dim("rows", min=2, max=1000)
-    program = torch.export.export(layer, (torch.randn(6, 8, device=device),), dynamic_shapes=({0: rows},))
-    assert sum("fastkron.rational" in str(node.target) for node in program.graph.nodes) == 1
-    longer = torch.randn(11, 8, device=device)
-    assert torch.equal(program.module()(longer), layer(longer))

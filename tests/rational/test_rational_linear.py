@@ -54,13 +54,6 @@ def test_any_rank_and_empty_inputs() -> None:
             assert_close(found, expected)
 
 
-def test_strided_input_and_no_bias() -> None:
-    x, *others = arguments(c=12)
-    x = torch.randn(2, 12, 5, dtype=torch.float64, device=DEVICE).mT.requires_grad_()
-    for expected, found in zip(*both([x, *others[:3]]), strict=True):
-        assert_close(found, expected)
-
-
 def test_only_the_gradients_asked_for() -> None:
     for index in range(5):
         given = [t.detach() for t in arguments()]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import pytest
 import torch
-from rational_cases import HALF_TOLERANCES, VERSIONS, WITHOUT_NOISE, Problem, assert_right, ours, problem, step
+from rational_cases import HALF_TOLERANCES, VERSIONS, WITHOUT_NOISE, Problem, assert_right, ours, problem
 from torch import Tensor
 
 import fastkron_py
 from fastkron_py import rational
-from fastkron_py.nn import register_denominator
 from fastkron_py.rational import torch_backend
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
-from fastkron_py.rational.api_linear import rational_linear
 from fastkron_py.rational.denominators import host
-from fastkron_py.rational.denominators.registry import find_denominator, unregister_denominator
-from fastkron_py.tiling import cpu_slices
+from fastkron_py.rational.denominators.registry import find_denominator
+from fastkron_py.tiling import torch_products
 
 BLOCK = 100  # elements: fewer than a row of the larger cases has
 
@@ -28,7 +24,7 @@ BLOCK = 100  # elements: fewer than a row of the larger cases has
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks of few elements."""
     for constant in ("SLICE_ELEMENTS", "GPU_SLICE_ELEMENTS"):
-        monkeypatch.setattr(cpu_slices, constant, BLOCK * torch_backend.INTERMEDIATES)
+        monkeypatch.setattr(torch_products, constant, BLOCK * torch_backend.INTERMEDIATES)
     with fastkron_py.backend("torch"):
         yield
 
@@ -69,35 +65,6 @@ def test_groups_and_degrees() -> None:
         assert_right(ours(p), p)
 
 
-def _square(b: Sequence[Tensor], x: Tensor) -> Tensor:
-    return 1 + host.host_polynomial(host.from_one(b), x) ** 2
-
-
-def _square_derivatives(b: Sequence[Tensor], x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    s, ds = host.host_polynomial_slope(host.from_one(b), x)
-    return 1 + s * s, 2 * s * ds, [2 * s * power for power in host.host_powers(x, len(b) + 1)[1:]]
-
-
-def _by_formula(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    x = x.unflatten(-1, (max(len(a), len(b)), -1))
-    p = sum(a[:, i, None] * x**i for i in range(a.shape[1]))
-    s = sum(b[:, j, None] * x ** (j + 1) for j in range(b.shape[1]))
-    return (p / (1 + s**2)).flatten(-2)
-
-
-@pytest.mark.parametrize("groups", [3, (1, 3)], ids=str)
-def test_own_denominator(groups: int | tuple[int, int]) -> None:
-    """Of a user's, whose derivatives are a list."""
-    register_denominator(replace(find_denominator("B"), name="own", host_value=_square, host_derivatives=_square_derivatives))
-    try:
-        p = problem((4, 17, 24), groups)
-        found = step(lambda *t: rational(*t, version="own"), *p)
-    finally:
-        unregister_denominator("own")
-    for f, w in zip(found, step(_by_formula, *(t.double() for t in p)), strict=True):
-        fastkron_py.testing.assert_close(f, w, rms_tol=3e-6, max_tol=3e-5)
-
-
 def test_infinities_and_poles() -> None:
     """They are where they were without blocks."""
     for version in WITHOUT_NOISE:
@@ -110,32 +77,6 @@ def test_infinities_and_poles() -> None:
             q = find_denominator(version).host_value([bj.unsqueeze(-1) for bj in b.unbind(1)], t)
             want = host.host_polynomial([ci.unsqueeze(-1) for ci in c.expand(2, 4).unbind(1)], t) / q
             torch.testing.assert_close(rational(x, c, b, version=version), want.view(20, 12), equal_nan=True)
-
-
-def test_fused_layers() -> None:
-    """Those that are composed on a CPU are made of the same functions."""
-    p = problem((9, 5, 24), 4)
-    scale, shift, weight, bias = torch.randn(24), torch.randn(24), torch.randn(10, 24) / 5, torch.randn(10)
-
-    def after_norm(x: Tensor, a: Tensor, b: Tensor, run: Callable[..., Tensor]) -> Tensor:
-        kind = x.dtype
-        if run is rational:
-            return layer_norm_rational(x, scale, shift, a, b)
-        return run(torch.nn.functional.layer_norm(x, (24,), scale.to(kind), shift.to(kind)), a, b)
-
-    def before_linear(x: Tensor, a: Tensor, b: Tensor, run: Callable[..., Tensor]) -> Tensor:
-        kind = x.dtype
-        if run is rational:
-            return rational_linear(x, a, b, weight, bias)
-        return torch.nn.functional.linear(run(x, a, b), weight.to(kind), bias.to(kind))
-
-    for function in (after_norm, before_linear):
-        dy = torch.randn_like(function(*p[:3], rational))
-        q = p._replace(dy=dy)
-        found = step(lambda *t, f=function: f(*t, rational), *q)
-        want = step(lambda *t, f=function: f(*t, fastkron_py.reference.rational), *(t.double() for t in q))
-        for f, w in zip(found, want, strict=True):
-            fastkron_py.testing.assert_close(f, w, rms_tol=6e-6, max_tol=1e-4)
 
 
 class _Largest(torch.utils._python_dispatch.TorchDispatchMode):

@@ -9,14 +9,14 @@ import pytest
 import torch
 from scipy.linalg import hadamard as sylvester
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastkron_py import hadamard
 from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.kan.bases.table import basis_table
 from fastkron_py.nn.rational_functions import TABLE, initial
-from fastkron_py.runtime import constants
+from fastkron_py.runtime import eager
 
 CPU = torch.device("cpu")
 X = torch.arange(48.0, dtype=torch.float64).view(3, 16).sin()
@@ -83,21 +83,9 @@ def check_the_next_call(call: Callable[[], Tensor], wanted: Callable[[], Tensor]
     MODES[mode](call)  # and what was made outside serves inside
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_of_the_mode_in_it(name: str) -> None:
-    """A fake mode takes no real tensors beside its own."""
-    call, _ = MADE[name]
-    call()
-    with FakeTensorMode(allow_non_fake_inputs=name == "hadamard"):
-        assert isinstance(call(), FakeTensor)
-    with FakeTensorMode():
-        assert isinstance(hadamard(torch.empty(2, 16)), FakeTensor)
-        assert hadamard(torch.empty(2, 24, device="cuda")).device.type == "cuda"  # with a GPU or without
-
-
 def test_an_error_in_making_is_raised() -> None:
     def make() -> list[Tensor]:
         raise ValueError("none of this size")
 
     with pytest.raises(ValueError, match="none of this size"):
-        constants.constants(make, (), CPU)
+        eager.constants(make, (), CPU)

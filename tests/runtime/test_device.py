@@ -6,20 +6,19 @@ import logging
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from fastkron_py.kan.hopper import kernels as kan_kernels
-from fastkron_py.kron.hadamard_launch import has_launch
-from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.hopper.kernels import has_small_factors
+from fastkron_py.kron.families import butterfly, fragments, missing
+from fastkron_py.kron.hadamard import has_launch
 from fastkron_py.runtime import backend
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime import gpu as gpus
 from fastkron_py.runtime.checks import DTYPES
 from fastkron_py.runtime.device import gpu_of
-from fastkron_py.runtime.gpu import HOPPER, INTERPRETER, nvidia
+from fastkron_py.runtime.gpu import HOPPER, INTERPRETER
 
 GPU = torch.device("cuda", 0)
 
@@ -46,26 +45,10 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return capability
 
 
-def test_hopper_takes_its_kernels(capability: list[int]) -> None:
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert kernels.has_chained(GPU, dtype)
-        assert kernels.has_chained_gradients(GPU, dtype) is (dtype == torch.float32)
-        assert kan_kernels.has_pipelined(GPU, dtype)
-
-
-def test_other_chips_do_not(capability: list[int]) -> None:
-    for capability[0] in (8, 10, 12):
-        devices.gpu_of.cache_clear()
-        assert not kernels.has_chained(GPU, torch.float32)
-        assert not kan_kernels.has_pipelined(GPU, torch.float32)
-
-
-def test_neither_float64_nor_the_cpu_nor_the_interpreter(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not kernels.has_chained(GPU, torch.float64)
-    assert not kernels.has_chained(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(devices, "is_interpreting", lambda: True)
-    devices.gpu_of.cache_clear()
-    assert not kernels.has_chained(GPU, torch.float32)
+def takes(family: Any, dtype: torch.dtype, device: torch.device = GPU) -> bool:
+    """Whether a family multiplies on a device."""
+    gpu = gpu_of(device)
+    return family.takes(dtype, gpu) and family.name not in missing(dtype, gpu)
 
 
 def test_a_triton_without_gluon_gets_the_plain_kernels(
@@ -74,22 +57,9 @@ def test_a_triton_without_gluon_gets_the_plain_kernels(
     monkeypatch.delitem(sys.modules, "fastkron_py.kron.hopper.multiply", raising=False)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     with caplog.at_level(logging.WARNING, "fastkron_py"):
-        assert not kernels.has_chained(GPU, torch.float32)
+        assert not takes(fragments, torch.float32)
     assert "no Gluon" in caplog.text
-    assert kernels.chained_kernel() is None
-
-
-def test_launches_overlap_on_hopper_where_graphs_have_edges_for_it(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    for major, version, overlaps in ((9, 12030, True), (9, 12020, False), (9, 0, False), (8, 13000, False), (12, 13000, False)):
-        capability[0] = major
-        monkeypatch.setattr(devices, "_driver_version", lambda version=version: version)
-        devices.gpu_of.cache_clear()
-        assert gpu_of(GPU).has_overlap is overlaps, (major, version)
-    capability[0] = 9
-    monkeypatch.setattr(devices, "is_interpreting", lambda: True)
-    devices.gpu_of.cache_clear()
-    assert not gpu_of(GPU).has_overlap
-    assert not gpu_of(torch.device("cpu")).has_overlap
+    assert fragments.kernel() is None
 
 
 def test_what_a_device_has(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +113,8 @@ def test_kernels_in_gluon_are_not_launched_on_amd(capability: list[int], monkeyp
     def launched() -> list[bool]:
         return [
             has_launch(1, 12, torch.float32, GPU),
-            kernels.has_chained(GPU, torch.float32),
-            has_small_factors(GPU, torch.float32, "highest"),
+            takes(fragments, torch.float32),
+            takes(butterfly, torch.float32),
         ]
 
     assert launched() == [True] * 3
@@ -173,14 +143,6 @@ def test_the_record_of_each_architecture(capability: list[int]) -> None:
         assert found.is_measured is (name == "Hopper")
 
 
-def test_estimates_have_the_share_of_the_data_sheet_that_was_measured() -> None:
-    """Of an A100: 312, 156 and 19.5 TFLOP/s, 2.039 TB/s; the H100's data sheet has 989.4, 494.7, 66.9 and 3.35."""
-    found = nvidia(8, 0)
-    shares = {"half_rate": 312 / 989.4, "tf32_rate": 156 / 494.7, "float64_rate": 19.5 / 66.9, "bandwidth": 2.039 / 3.35}
-    for name, share in shares.items():
-        assert getattr(found, name) == pytest.approx(share * getattr(HOPPER, name), rel=1e-12)
-
-
 def test_a_new_gpu_is_one_record(monkeypatch: pytest.MonkeyPatch, capability: list[int]) -> None:
     """Until there is one, the newest record before it serves."""
     capability[0] = 13
@@ -189,7 +151,3 @@ def test_a_new_gpu_is_one_record(monkeypatch: pytest.MonkeyPatch, capability: li
     monkeypatch.setattr(gpus, "_NVIDIA", (*gpus._NVIDIA, rubin))
     devices.gpu_of.cache_clear()
     assert gpu_of(GPU) == gpus.replace(rubin, multiprocessors=78)
-
-
-def test_rates_by_operands() -> None:
-    assert [HOPPER.rate(itemsize) for itemsize in (2, 4, 8)] == [HOPPER.half_rate, HOPPER.tf32_rate, HOPPER.float64_rate]

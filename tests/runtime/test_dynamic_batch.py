@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fastkron_py import KroneckerProduct, kron_matmul, kron_matmul_left, rational
+from fastkron_py import KroneckerProduct, gated_linear, kron_matmul, kron_matmul_left, poly_kan, rational
 from fastkron_py.nn import GRKAN, GroupRational
 from fastkron_py.rational.api import linear_rational
 from fastkron_py.rational.api_layer_norm import layer_norm_rational
@@ -25,6 +25,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], list[tuple[int, .
     "rational": (rational, (3, 4), COEFFICIENTS),
     "layer_norm_rational": (layer_norm_rational, (3, 4), [(4,), (4,), *COEFFICIENTS]),
     "rational_linear": (rational_linear, (3, 4), [*COEFFICIENTS, (3, 4), (3,)]),
+    "gated_linear": (lambda x, up, gate: gated_linear(x, (up, gate)), (3, 4), [(5, 4), (5, 4)]),
+    "poly_kan": (lambda x, c, bias: poly_kan(x, c, bias=bias), (3,), [(5, 4, 3), (4,)]),
+    "poly_kan in a range": (lambda x, c: poly_kan(x, c, basis="bspline", normalization="minmax"), (3,), [(5, 4, 3)]),
     "linear_rational": (linear_rational, (3,), [(4, 3), (4,), *COEFFICIENTS]),
 }
 

@@ -18,7 +18,6 @@ from fastkron_py.functional import gated_mlp
 from fastkron_py.rational.api import linear_rational
 from fastkron_py.rational.api_layer_norm import layer_norm_rational
 from fastkron_py.rational.api_linear import rational_linear
-from fastkron_py.runtime.batching import batchable_one_by_one
 
 # torch itself scripts some decompositions when forward mode is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -74,11 +73,6 @@ def test_batches_of_gradients_of_recorded_calls(name: str, device: torch.device)
         assert_batches(y, tensors)
 
 
-def test_batches_of_complex_gradients(device: torch.device) -> None:
-    tensors = drawn("with z", device, torch.complex128)
-    assert_batches(assert_batches(CASES["with z"][0](*tensors).sin(), tensors, create_graph=True)[1], tensors[:3])
-
-
 @NAMES
 def test_vectorized_jacobian_and_hessian(name: str, device: torch.device) -> None:
     function, _ = CASES[name]
@@ -91,52 +85,3 @@ def test_vectorized_jacobian_and_hessian(name: str, device: torch.device) -> Non
     for strategy in ("reverse-mode", "forward-mode"):
         assert_same(jacobian(lambda *t: function(*t).sin(), tensors, vectorize=True, strategy=strategy), one)
         assert_same(hessian(loss, tensors, vectorize=True, outer_jacobian_strategy=strategy), two)
-
-
-def test_vectorized_twice() -> None:
-    """A batch of gradients inside the backward pass of another: two levels.
-
-    On the CPU: of a GPU's tensors torch 2.11 runs backward passes in another thread, where it does not know the first level.
-    """
-    tensors = drawn("rational", torch.device("cpu"))
-
-    class Inner(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.sum()
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            with torch.enable_grad():
-                y = rational(x, *tensors[1:])
-            rows = dy * torch.ones(ROWS, *y.shape, dtype=y.dtype, device=y.device)
-            (found,) = torch.autograd.grad(y, x, rows, is_grads_batched=True)
-            return found.sum(0)
-
-    loss = Inner.apply(tensors[0])
-    (one,) = torch.autograd.grad(loss, tensors[0], retain_graph=True)
-    (got,) = torch.autograd.grad(loss, tensors[0], torch.tensor([1.0, 2.0], dtype=one.dtype), is_grads_batched=True)
-    assert_same(got, torch.stack([one, 2 * one]))
-
-
-def test_rules_one_by_one(device: torch.device) -> None:
-    """Rules that torch.func cannot transform: here one that changes a tensor in place."""
-
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, s: Tensor, unused: Tensor) -> Tensor:
-            ctx.save_for_backward(x, s)
-            return x * s
-
-        @staticmethod
-        @batchable_one_by_one
-        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-            x, s = ctx.saved_tensors
-            dx = torch.empty_like(x)
-            dx.copy_(dy * s)
-            return dx, dy * x, None
-
-    tensors = [torch.randn(4, dtype=torch.float64, device=device, requires_grad=True) for _ in range(3)]
-    assert_batches(Scaled.apply(*tensors), tensors[:2])

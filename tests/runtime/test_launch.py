@@ -105,21 +105,6 @@ class Kernel:
         return self.compiled
 
 
-def test_what_is_compiled_ahead_is_what_a_launch_asks_for() -> None:
-    """Triton keeps kernels by their options, and its own default of this one differs between versions."""
-    from fastkron_py.runtime.launch import LaunchConfig, Launcher
-
-    kernel = Kernel(Compiled)
-    config = LaunchConfig(kernel, (1,), {"num_warps": 8})
-    x, y = torch.randn(4), torch.zeros(4)
-    config.launch({"x_ptr": x, "y_ptr": y}, only_compile=True)
-    assert (kernel.calls, y.tolist()) == (0, [0.0] * 4)
-    Launcher([config])(x, y)
-    assert kernel.calls == 1
-    assert torch.equal(y, x + 1)
-    assert kernel.options == [{"num_warps": 8, "enable_fp_fusion": True}] * 2
-
-
 def test_programs_run_by_the_front_door(caplog: pytest.LogCaptureFixture) -> None:
     """Every call of theirs, and right."""
     from fastkron_py.runtime.builder import Builder

@@ -6,12 +6,11 @@ for the order of a sum: 1e-12 is far above rounding and far below a mistake.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from modes import Operators
 from torch import Tensor
 
 from fastkron_py.runtime.builder import Builder, describe
@@ -38,12 +37,6 @@ def drawn(*shape: int, requires_grad: bool = True) -> Tensor:
 
 def same(got: Any, wanted: Any) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-
-
-def second(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of the gradients' squares."""
-    gradients = torch.autograd.grad(function(*tensors).square().sum(), tensors, create_graph=True)
-    return list(torch.autograd.grad(sum(g.square().sum() for g in gradients), tensors))
 
 
 # ---- an optional tensor, one that is not saved, a run-time number, forward mode and batches ---------
@@ -120,53 +113,6 @@ def formula(x: Tensor, w: Tensor, bias: Tensor | None = None, alpha: float = -1.
 
 
 OPERANDS = [(drawn(3, 4), drawn(4), drawn(3, 4)), (drawn(3, 4), drawn(3, 4))]
-WITH_AND_WITHOUT = pytest.mark.parametrize("tensors", OPERANDS, ids=["bias", "no bias"])
-
-
-@WITH_AND_WITHOUT
-def test_derivatives_of_any_order(tensors: tuple[Tensor, ...]) -> None:
-    same(scaled(*tensors), formula(*tensors))
-    assert torch.autograd.gradcheck(scaled, tensors, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(scaled, tensors)
-    for _ in range(2):  # cached, too
-        same(second(scaled, tensors), second(formula, tensors))
-
-
-@WITH_AND_WITHOUT
-def test_well_made_for_the_dispatcher(tensors: tuple[Tensor, ...]) -> None:
-    given = (*tensors, *[None] * (3 - len(tensors)), "scaled", 2.0)
-    torch.library.opcheck(product.registered, given)
-    same(product.registered(*given), formula(*tensors, alpha=2.0))
-    same(second(lambda *t: product.registered(*t, *given[len(t) :]), tensors), second(lambda *t: formula(*t, alpha=2.0), tensors))
-
-
-@WITH_AND_WITHOUT
-def test_transforms(tensors: tuple[Tensor, ...]) -> None:
-    tensors = tuple([t.detach() for t in tensors])
-    directions = tuple([torch.randn_like(t) for t in tensors])
-    same(torch.func.jvp(scaled, tensors, directions), torch.func.jvp(formula, tensors, directions))
-    # Forward over forward, reverse over forward, and both over a batch.
-    for outer in (torch.func.jacfwd, torch.func.jacrev):
-        for inner in (torch.func.jacfwd, torch.func.jacrev):
-            got, wanted = (outer(inner(lambda *t, f=f: f(*t).sin().sum())) for f in (scaled, formula))
-            same(got(*tensors), wanted(*tensors))
-    dims = (0, None, 0)[: len(tensors)] if tensors[1].ndim == 1 else (0, 1)
-    batched = [t if dim is None else torch.stack([t, 2 * t, -t], dim) for t, dim in zip(tensors, dims, strict=True)]
-    same(torch.func.vmap(scaled, dims)(*batched), torch.func.vmap(formula, dims)(*batched))
-    gradients = [torch.func.vmap(torch.func.grad(lambda *t, f=f: f(*t).sin().sum()), dims)(*batched) for f in (scaled, formula)]
-    same(*gradients)
-    with torch.autograd.forward_ad.dual_level():
-        x = torch.autograd.forward_ad.make_dual(tensors[0], directions[0])
-        tangents = [torch.autograd.forward_ad.unpack_dual(f(x, *tensors[1:])).tangent for f in (scaled, formula)]
-    same(*tangents)
-
-
-@WITH_AND_WITHOUT
-def test_compiles_into_one_graph(tensors: tuple[Tensor, ...]) -> None:
-    got, wanted = (lambda *t, f=f: f(*t).sin().sum() for f in (scaled, formula))
-    compiled = torch.compile(got, fullgraph=True, backend="aot_eager")
-    same(torch.autograd.grad(compiled(*tensors), tensors), torch.autograd.grad(wanted(*tensors), tensors))
-    torch._dynamo.reset()
 
 
 def test_only_the_gradients_that_are_asked_for() -> None:
@@ -238,15 +184,6 @@ def test_results_can_be_changed_in_place() -> None:
         same(got, torch.autograd.grad((2 * formula(*tensors)).sum(), tensors))
 
 
-def test_modes_see_the_registered_operator() -> None:
-    tensors = OPERANDS[0]
-    scaled(*tensors)
-    with Operators() as operators:
-        same(scaled(*tensors), formula(*tensors))
-    assert operators.names[0] == "fastkron.test_product.default"
-    assert scaled(*[t.to("meta") for t in tensors]).is_meta
-
-
 def _either(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     build = Builder(tensors)
     x, a, b = build.inputs
@@ -274,169 +211,6 @@ def test_which_optional_tensor_is_absent() -> None:
 # ---- a list of tensors, a result that is kept, another way for transforms --------------------------
 
 
-def _chain(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """``(x @ m_1 @ ... @ m_n) ** power`` and, kept, the product."""
-    BUILT.append("chain")
-    (power,) = options
-    build = Builder(tensors)
-    like = [describe((tensors[0].shape[0], tensors[-1].shape[1]), tensors[0].dtype) for _ in range(2)]
-
-    def chain(x: Tensor, *matrices: Tensor) -> tuple[Tensor, Tensor]:
-        z = _multiplied(x, matrices)
-        return z**power, z
-
-    return build.program(build.call(chain, build.inputs, *like))
-
-
-def _multiplied(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    for m in matrices:
-        x = x @ m
-    return x
-
-
-def _chain_in_torch(tensors: Sequence[Tensor], options: tuple[Any, ...]) -> Tensor:
-    return _multiplied(tensors[0], tensors[1:]) ** options[0]
-
-
-def _chain_fake(x: Tensor, matrices: Sequence[Tensor], power: int) -> tuple[Tensor, Tensor]:
-    z = _multiplied(x, matrices)
-    return torch.empty_like(z), torch.empty_like(z)
-
-
-def _chain_backward(saved: Saved, dy: Tensor) -> Sequence[Tensor | None]:
-    (power,) = saved.options
-    (kept,) = saved.kept
-    if torch.is_grad_enabled():  # what was kept is a constant to autograd
-        kept = _multiplied(saved.tensors[0], saved.tensors[1:])
-    dz = dy * power * kept ** (power - 1)
-    found = iter(chain_gradients(dz, list(saved.tensors), list(saved.needs)))
-    return [next(found) if need else None for need in saved.needs]
-
-
-def _gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    BUILT.append("chain_gradients")
-    (needs,) = options
-    build = Builder(tensors)
-    likes = [describe(t.shape, t.dtype) for t, need in zip(tensors[1:], needs, strict=True) if need]
-
-    def gradients(dz: Tensor, *given: Tensor) -> list[Tensor]:
-        return _chain_gradients_in_torch((dz, *given), options)
-
-    made = build.call(gradients, build.inputs, *likes)
-    return build.program([made] if isinstance(made, Tensor) else made)
-
-
-def _chain_gradients_in_torch(tensors: Sequence[Tensor], options: tuple[Any, ...]) -> list[Tensor]:
-    dz, x, *matrices = tensors
-    before = [x]
-    for m in matrices:
-        before.append(before[-1] @ m)
-    found = []
-    for t, m in zip(before[-2::-1], matrices[::-1], strict=True):
-        found.append(t.mT @ dz)
-        dz = dz @ m.mT
-    return [g.contiguous() for g, need in zip([dz, *found[::-1]], options[0], strict=True) if need]
-
-
-chain_gradients = Operator(
-    "test_chain_gradients(Tensor dz, Tensor[] tensors, bool[] needs) -> Tensor[]",
-    program=_gradients,
-    fake=lambda dz, tensors, needs: [torch.empty_like(t) for t, need in zip(tensors, needs, strict=True) if need],
-    backward=lambda saved, *cotangents: torch.func.vjp(lambda *t: tuple(_chain_gradients_in_torch(t, saved.options)), *saved.tensors)[1](
-        tuple(cotangents)
-    ),
-    in_torch=_chain_gradients_in_torch,
-)
-chain = Operator(
-    "test_chain(Tensor x, Tensor[] matrices, int power) -> (Tensor, Tensor)",
-    program=_chain,
-    fake=_chain_fake,
-    backward=_chain_backward,
-    in_torch=_chain_in_torch,
-    kept=1,
-)
-
-
-def cubed(x: Tensor, *matrices: Tensor) -> Tensor:
-    y: Tensor = chain(x, list(matrices), 3)
-    return y
-
-
-def cubed_formula(x: Tensor, *matrices: Tensor) -> Tensor:
-    return _multiplied(x, matrices) ** 3
-
-
-LISTS = [(drawn(2, 3), drawn(3, 4), drawn(4, 2)), (drawn(2, 3), drawn(3, 3))]
-LENGTHS = pytest.mark.parametrize("tensors", LISTS, ids=["two", "one"])
-
-
-@LENGTHS
-def test_lists_and_kept_results(tensors: tuple[Tensor, ...]) -> None:
-    y = cubed(*tensors)
-    assert isinstance(y, Tensor)  # the kept result is not shown
-    same(y, cubed_formula(*tensors))
-    assert torch.autograd.gradcheck(cubed, tensors, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(cubed, tensors)
-    for _ in range(2):
-        same(second(cubed, tensors), second(cubed_formula, tensors))
-    with torch.no_grad():
-        assert isinstance(cubed(*tensors), Tensor)
-
-
-@LENGTHS
-def test_lists_in_the_dispatcher_and_in_graphs(tensors: tuple[Tensor, ...]) -> None:
-    x, *matrices = tensors
-    torch.library.opcheck(chain.registered, (x, matrices, 3))
-    dz = drawn(2, tensors[-1].shape[1])
-    torch.library.opcheck(chain_gradients.registered, (dz, list(tensors), [True] * len(tensors)))
-    got = torch.compile(lambda *t: cubed(*t).sin().sum(), fullgraph=True, backend="aot_eager")
-    same(torch.autograd.grad(got(*tensors), tensors), torch.autograd.grad(cubed_formula(*tensors).sin().sum(), tensors))
-    torch._dynamo.reset()
-
-
-@LENGTHS
-def test_lists_in_transforms(tensors: tuple[Tensor, ...]) -> None:
-    tensors = tuple([t.detach() for t in tensors])
-    for outer in (torch.func.jacfwd, torch.func.jacrev):
-        got, wanted = (outer(torch.func.grad(lambda *t, f=f: f(*t).sin().sum())) for f in (cubed, cubed_formula))
-        same(got(*tensors), wanted(*tensors))
-    batch = torch.stack([tensors[0], -tensors[0]], 1)
-    dims = (1, *[None] * (len(tensors) - 1))
-    same(torch.func.vmap(cubed, dims)(batch, *tensors[1:]), torch.func.vmap(cubed_formula, dims)(batch, *tensors[1:]))
-
-
-@LENGTHS
-def test_lists_of_results(tensors: tuple[Tensor, ...]) -> None:
-    """Those asked for, as a list in every way of calling."""
-    dz = drawn(2, tensors[-1].shape[1])
-    for needs in ([True] * len(tensors), [False, True, *[False] * (len(tensors) - 2)]):
-        wanted = _chain_gradients_in_torch((dz, *tensors), (needs,))
-        for _ in range(2):
-            got = chain_gradients(dz, list(tensors), needs)
-            assert isinstance(got, list)
-            same(got, wanted)
-        same(chain_gradients.registered(dz, list(tensors), needs), wanted)
-        with torch.no_grad():
-            assert isinstance(chain_gradients(dz, list(tensors), needs), list)
-
-
-def test_a_rule_that_is_wrong_is_seen() -> None:
-    """The control of gradcheck: a derivative of another sign."""
-    wrong = Operator(
-        "test_wrong(Tensor x) -> Tensor",
-        program=lambda tensors, options: _square(tensors),
-        fake=torch.empty_like,
-        backward=lambda saved, dy: [-2 * dy * saved.tensors[0]],
-    )
-    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
-        torch.autograd.gradcheck(wrong, (drawn(3),))
-
-
-def _square(tensors: Sequence[Any]) -> Program:
-    build = Builder(tensors)
-    return build.program([build.call(torch.square, build.inputs, describe(tensors[0].shape, tensors[0].dtype))])
-
-
 def test_tensors_come_first() -> None:
     with pytest.raises(ValueError, match="expected tensors before other arguments"):
-        Operator("test_order(int n, Tensor x) -> Tensor", program=_chain, fake=_chain_fake)
+        Operator("test_order(int n, Tensor x) -> Tensor", program=_product, fake=torch.empty_like)

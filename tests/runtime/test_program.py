@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import threading
 import weakref
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastkron_py.runtime.builder import Builder, Spanning, _places, describe
-from fastkron_py.runtime.program import Program, Scalar
+from fastkron_py.runtime.program import FARTHEST, Program, Scalar, order_of
 
 COUNT = 1000
 F64 = torch.float64
@@ -106,27 +104,6 @@ def test_on_other_operands(shared: int | None, is_compiled: bool) -> None:
         assert add.launched == ["addresses" if is_compiled else "tensors"] * 4
 
 
-def test_threads_at_once() -> None:
-    """A program is shared by autograd's threads; each run has its own buffers, results and scalars."""
-    program = chain(Add(True))
-    wrong: list[BaseException] = []
-
-    def work(scale: float) -> None:
-        try:
-            for _ in range(100):
-                x, y = drawn(), drawn()
-                assert_chain(program((x, y), (scale,)), x, y, scale)
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(scale,)) for scale in (0.5, 1.0, -3.0, 4.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_unaligned_operands_go_through_the_launchers() -> None:
     add = Add(True)
     program = chain(add)
@@ -135,30 +112,6 @@ def test_unaligned_operands_go_through_the_launchers() -> None:
     assert program.takes((x, y))
     assert_chain(program((x, y), (0.5,)), x, y, 0.5)
     assert add.launched == ["tensors"] * 4
-
-
-def test_a_profiler_sees_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches past Triton's front door tell no hook, so with one there are none."""
-    from triton import knobs
-
-    add = Add(True)
-    program = chain(add)
-    x, y = drawn(), drawn()
-    for hook, way in ((lambda metadata: None, "tensors"), (None, "addresses")):
-        monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
-        add.launched.clear()
-        assert_chain(program((x, y), (0.5,)), x, y, 0.5)
-        assert add.launched == [way] * 4
-
-
-def test_a_hook_of_hooks_counts_when_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton import knobs
-
-    from fastkron_py.runtime.launch import is_hooked
-
-    for calls in ([], [print]):
-        monkeypatch.setattr(knobs.runtime, "launch_exit_hook", SimpleNamespace(calls=calls))
-        assert is_hooked() == bool(calls)
 
 
 # ---- memory ----------------------------------------------------------------------------------
@@ -249,22 +202,6 @@ def test_buffers_alive_together_are_apart() -> None:
     assert offsets == [0, 1024, 0]  # the first one's memory is used again
 
 
-@RUNS
-def test_what_no_step_writes_is_poisoned(is_compiled: bool) -> None:
-    """The control: a launch that writes half of a result, and reads a pooled buffer that nobody wrote."""
-    build = Builder((drawn(),))
-    half, unwritten, out = Add(is_compiled, COUNT // 2), build.empty((COUNT,), F64), build.empty((COUNT,), F64)
-    other = build.empty((COUNT,), F64)
-    build.launch(half, (build.inputs[0], (build.inputs[0], out)), (Scalar(0),))
-    build.launch(Add(is_compiled), (unwritten, (build.inputs[0], other)), (Scalar(0),))
-    program = build.program([out, other])
-    assert program._pool.nbytes == COUNT * 8
-    out, other = program((drawn(),), (1.0,))
-    assert out[: COUNT // 2].isfinite().all()
-    assert out[COUNT // 2 :].isnan().all()
-    assert other.isnan().all()
-
-
 # ---- operands --------------------------------------------------------------------------------
 
 
@@ -290,26 +227,6 @@ def test_places_inside_of_values(shared: int | None, first: int, is_compiled: bo
         low, high = x[2] + 2 * y[size : 2 * size], x[3] + 2 * y[first : first + size]
         torch.testing.assert_close(found, torch.stack([high + 2 * low, low + 2 * x[0]]), rtol=1e-12, atol=1e-12)
     assert set(add.launched) == {"addresses" if is_compiled and first == 2 else "tensors"}
-
-
-@RUNS
-def test_absent_and_strided_operands_and_results(is_compiled: bool) -> None:
-    """Calls of torch and launches see inputs as they lie; a result lies as it was asked for."""
-    given = drawn(20, 50).mT, None, drawn(3, 7, 5).movedim(0, -1)
-    build = Builder(given)
-    x, none, images = build.inputs
-    assert none is None
-    assert (x.stride(), images.stride(), x.device.type) == ((1, 50), (5, 1, 35), "meta")
-    assert build.contiguous(images[0, 0]).stride() == (1,)
-    out = build.empty((50, 20), F64, (1, 50))
-    build.launch(Add(is_compiled), (x, (x, out)), (Scalar(0),))
-    like = build.copy(images, describe((7, 5, 3), F64, (15, 3, 1)))
-    program = build.program([out, like])
-    present = [given[0], given[2]]
-    found, copied = program(present, (3.0,))
-    assert (found.stride(), copied.stride()) == ((1, 50), (15, 3, 1))
-    torch.testing.assert_close(found, 4 * given[0], rtol=1e-12, atol=1e-12)
-    assert torch.equal(copied, given[2])
 
 
 @RUNS
@@ -423,3 +340,38 @@ def test_descriptors_that_go_on_at_another_tensor(is_compiled: bool) -> None:
         torch.testing.assert_close(found[0], given[0].sum() + given[1].sum(), rtol=1e-12, atol=1e-12)
         assert total.seen[-1][2] == [start * COLUMNS, COLUMNS, 1]
     assert not program.takes(given[::-1])
+
+
+# ---- where inputs lie -----------------------------------------------------------------------------
+
+
+def unaligned(t: Tensor) -> Tensor:
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+def apart(count: int, *shape: int) -> list[Tensor]:
+    """Tensors in memory of their own, the one of the lowest address first."""
+    return sorted([torch.randn(shape) for _ in range(count)], key=Tensor.data_ptr)
+
+
+def test_alignment_counts_where_it_was_asked_for() -> None:
+    x, bias = torch.randn(4, 8), torch.randn(8)
+    for first in (x, unaligned(x)):
+        build = Builder([first, bias])
+        assert build.is_aligned(build.inputs[0]) is (first is x)
+        assert not build.is_aligned(build.inputs[0][:, 1:])
+        program = build.program([build.call(torch.add, build.inputs, describe((4, 8), x.dtype))])
+        assert [program.takes(given) for given in ((x, bias), (unaligned(x), bias))] == [first is x, first is not x]
+        assert program.takes((first, unaligned(bias)))
+
+
+def test_order() -> None:
+    assert [order_of(n) for n in (-16, 0, 16, FARTHEST, -FARTHEST)] == [-1, 0, 1, 0, 0]
+    low, high = apart(2, 4, 8)
+    build = Builder([high, low])
+    first, second = build.inputs
+    assert [build.order(first, second), build.order(second, first)] == [-1, 1]
+    assert build.order(first[:2], first[2:]) == 1
+    assert build.order(first, build.empty((4, 8), low.dtype)) == 0  # nobody knows
+    program = build.program([build.call(torch.add, (first, second), describe((4, 8), low.dtype))])
+    assert [program.takes(given) for given in ((high, low), (low, high), (low, low))] == [True, False, False]

@@ -11,32 +11,15 @@ import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron import matmul
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import cpu_products
-from fastkron_py.tiling.cpu_products import batch_parts
+from fastkron_py.tiling import torch_products
+from fastkron_py.tiling.torch_products import batch_parts
 
 
 @pytest.fixture
 def threads(monkeypatch):
     """Four threads, to which the smallest product is worth sharing."""
-    monkeypatch.setattr(cpu_products, "THREAD_WORK", 1)
+    monkeypatch.setattr(torch_products, "THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-
-
-def parts(count: int, dtype: torch.dtype = torch.float32) -> list[tuple[int, int]]:
-    a = torch.empty(count, 4, 4, dtype=dtype)
-    return [(part.start, part.stop) for part in batch_parts(a, a)]
-
-
-def test_the_last_round_is_cut(threads, monkeypatch):
-    assert parts(4) == [(0, 4)]
-    assert parts(6) == [(0, 4), (4, 5), (5, 6)]
-    assert parts(3) == [(0, 1), (1, 2), (2, 3)]
-    assert parts(1) == [(0, 1)]
-    assert parts(0) == []
-    assert parts(6, torch.bfloat16) == [(0, 6)]  # oneDNN shares out a batch
-    assert parts(4 * cpu_products.ROUNDS + 1) == [(0, 4 * cpu_products.ROUNDS + 1)]
-    monkeypatch.setattr(cpu_products, "THREAD_WORK", 1 << 30)
-    assert parts(6) == [(0, 6)]  # small products stay together
 
 
 def test_products(threads):
@@ -72,7 +55,7 @@ def test_multiplies(left, small, threads, monkeypatch):
     """Three rows of a wide innermost factor: a batch of three products; all transforms of it."""
     if not small:
         monkeypatch.setattr("fastkron_py.kron.torch_backend.is_small", lambda problem: False)
-        monkeypatch.setattr("fastkron_py.kron.torch_small.is_small", lambda problem: False)
+        monkeypatch.setattr("fastkron_py.kron.torch_steps.is_small", lambda problem: False)
     cut = []
     monkeypatch.setattr(matmul, "batch_parts", lambda a, b: cut.append(len(batch_parts(a, b))) or batch_parts(a, b))
     torch.manual_seed(1)

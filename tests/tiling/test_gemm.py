@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,18 +12,16 @@ import triton.language as tl
 from gemm_cases import gemm
 from torch import Tensor
 
-from fastkron_py.gated.activations.activation import Activation
-from fastkron_py.gated.activations.registry import find_activation, register_activation, unregister_activation
-from fastkron_py.gated.kernels.epilogues import epilogue_gate, epilogue_gate_and_pair
-from fastkron_py.gated.launches import Gated
+from fastkron_py.gated.activations.registry import find_activation
+from fastkron_py.gated.kernels.epilogues import epilogue_gate
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import gemm_problem
-from fastkron_py.tiling.gemm import epilogue_plain, prologue_plain
+from fastkron_py.tiling import gemm_launch
+from fastkron_py.tiling.gemm import epilogue_plain
 from fastkron_py.tiling.gemm_config import GemmTile
-from fastkron_py.tiling.gemm_problem import Gemm
+from fastkron_py.tiling.gemm_launch import Gemm
 
 TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3, parts=2, group=2), GemmTile(64, 64, 16, 4, 1, parts=4, group=1)]
 
@@ -108,42 +106,23 @@ def test_pairs(tile: GemmTile, where: str, has_descriptors: bool, device: torch.
         b, b2 = placed(where, weight)
         build = Builder([x, b, bias, b2, out])
         *operands, meta_b2, target = build.inputs
-        problem = gemm_problem.problem_of(build, *operands, [target, None, None, None], call, "highest", meta_b2)
+        problem = gemm_launch.problem_of(build, *operands, [target, None, None, None], call, "highest", meta_b2)
         assert (problem.b.has_descriptor, problem.swapped) == (has_descriptors, has_descriptors and where == "apart, gate first")
         gemm(x, b, bias, call, out, tile=tile, b2=b2)
     assert_close(out, up * gate.relu())
     assert int(whole.isnan().sum()) == whole.numel() - out.numel()
 
 
-@pytest.mark.parametrize(
-    ("other", "beside"),
-    [
-        ({}, True),
-        ({"bias": True}, False),  # more registers, as with the following two
-        ({"saving": True}, False),
-        ({"activation": "my own"}, False),
-        ({"dtype": torch.float32}, False),
-        ({"hidden": 44}, False),  # stored by pointers
-        ({"overlap": False}, False),
-    ],
-    ids=str,
-)
-def test_which_launches_may_stand_beside_another(other: dict[str, Any], beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    dtype, hidden = other.get("dtype", torch.bfloat16), other.get("hidden", 48)
-    monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_overlap=other.get("overlap", True)))
-    register_activation(Activation("my own", torch.relu, torch.relu, prologue_plain, prologue_plain))
-    try:
-        epilogue = epilogue_gate_and_pair if other.get("saving") else epilogue_gate
-        x, weight = torch.empty(40, 64, dtype=dtype), torch.empty(2, hidden, 64, dtype=dtype)
-        call = Gated(other.get("activation", "silu"), "stacked", "highest").gemm(epilogue, dtype, x.device)
-    finally:
-        unregister_activation("my own")
-    bias = torch.empty(2, hidden, dtype=dtype) if other.get("bias") else None
-    build = Builder([x, weight, bias])
-    x, (b, b2), bias = build.inputs
-    problem = gemm_problem.problem_of(build, x, b, bias, [build.empty((40, hidden), dtype), None, None, None], call, "highest", b2)
-    assert problem.sizes().beside is beside
-    assert problem.overlaps() is other.get("overlap", True)
+@pytest.mark.parametrize("where", ["stacked", "apart, gate first"])
+def test_pairs_on_amd(where: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both matrices are loaded by themselves there."""
+    if device.type != "cpu":
+        pytest.skip("compiled kernels are of the GPU that is there")
+    on_amd = Mock(return_value=True)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_descriptors=False))
+    monkeypatch.setattr("fastkron_py.tiling.gemm.is_hip", on_amd)
+    test_pairs(TILES[1], where, False, device)
+    assert on_amd.called
 
 
 def test_half_types_of_another_result(device: torch.device) -> None:
@@ -168,4 +147,4 @@ def test_columns_that_end_between_two_runs_of_16_bytes(dtype: torch.dtype, devic
     y.fill_(torch.nan)
     assert bool(result.isnan().all())
     build = Builder([y])
-    assert not gemm_problem.takes_descriptor(build, build.inputs[0])
+    assert not gemm_launch.takes_descriptor(build, build.inputs[0])

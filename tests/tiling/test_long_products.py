@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import long_products
-from fastkron_py.tiling.long_products import LONG, LONG_ALONG, LONG_WHOLE, Cut, cut, cut_of, cut_product, write_parts
+from fastkron_py.tiling import torch_products
+from fastkron_py.tiling.torch_products import LONG, LONG_ALONG, LONG_WHOLE, Cut, cut, cut_of, cut_product, write_parts
 
 
 def test_parts_are_the_sum() -> None:
@@ -67,5 +67,5 @@ def test_parts_add_up_to_the_product() -> None:
 
 def test_other_devices_take_torch_s_product(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = operands(5123, torch.bfloat16, False)
-    monkeypatch.setattr(long_products, "write_parts", None)
+    monkeypatch.setattr(torch_products, "write_parts", None)
     assert torch.equal(cut_product(a, b), a @ b)

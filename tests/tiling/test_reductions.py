@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling.reductions import column_sums
+from fastkron_py.tiling.torch_products import column_sums
 
 
 def test_column_sums(device: torch.device, generator: torch.Generator) -> None:

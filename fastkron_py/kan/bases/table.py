@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastkron_py.kan.bases.basis import Basis, Parameters
 from fastkron_py.kan.bases.registry import find_basis
-from fastkron_py.runtime.constants import constants
+from fastkron_py.runtime.eager import constants
 from fastkron_py.runtime.optional_triton import tl, triton
 
 _SAMPLES = 4097  # where the second derivative is looked at

@@ -7,8 +7,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastkron_py.tiling.hopper.ring import ROWS, allocate_ring, bring_operand, share_of, store_sums, sum_steps, units_of
-from fastkron_py.tiling.hopper.tiles import store_layout, store_made, transposed_layout, upright_layout
+from fastkron_py.tiling.hopper import (
+    ROWS,
+    allocate_ring,
+    bring_operand,
+    share_of,
+    store_layout,
+    store_made,
+    store_sums,
+    sum_steps,
+    transposed_layout,
+    units_of,
+    upright_layout,
+)
 from fastkron_py.tiling.products import known
 
 

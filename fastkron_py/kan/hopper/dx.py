@@ -1,14 +1,13 @@
 """The gradient of a polynomial KAN layer's inputs on Hopper GPUs: derivatives multiply the tensor cores' sums.
 
-One warpgroup has both operands copied, and two multiply (`tiling.hopper.ring`).
+One warpgroup has both operands copied, and two multiply (`tiling.hopper`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fastkron_py.tiling.hopper.ring import ROWS, allocate_ring, begin_operand, copied_bytes, share_of, sum_steps, units_of
-from fastkron_py.tiling.hopper.tiles import sums_layout
+from fastkron_py.tiling.hopper import ROWS, allocate_ring, begin_operand, copied_bytes, share_of, sum_steps, sums_layout, units_of
 from fastkron_py.tiling.products import known, tile_of
 
 _STATES = gl.constexpr(32)  # columns whose states are in registers together

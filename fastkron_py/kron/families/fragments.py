@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step, balanced, merged, narrow_half_share, run_of
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+from fastkron_py.kron.plan.steps import Launch, Step, balanced, merged, narrow_half_share, run_of
+from fastkron_py.kron.problem import LAUNCH, Candidate, LaunchProblem, Mode, Problem, Segment, add_launch
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, is_power_of_two, next_power_of_two
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
+    import torch
+
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "fragments"
 moves_to_front: Final = True
+add: Final = add_launch
 
 MOST_STEPS: Final = 4
 # Widest step, in a chain and alone: 64 rows of the left operand and of the accumulator fit into a warpgroup's registers.
@@ -52,6 +55,16 @@ _RUNTIME: Final = 0  # a stride that a kernel is not compiled for,
 _RUNTIME_NARROW: Final = -1  # with all of a tile's offsets below 2^31
 _MOST_OFFSET: Final = 2**31 - 1
 SLICE: Final = -1  # in place of a step's number: the bit counts slices
+
+# Passes' time of a single step, by bytes of an element,
+_CHAINED: Final = {2: 2.1, 4: 1.3}
+_CHAINED_START: Final = {2: 1e-6, 4: 4e-6}  # which waits these seconds for a factor of more than CHAIN_WIDTH rows,
+_CHAINED_FACTOR: Final = 3e-6  # and these for one of 128 rows and columns;
+_CHAINED_UNEVEN: Final = {2: 5.0, 4: 1.45}  # whose loads are short where slices are no whole vectors,
+_CHAINED_UNEVEN_START: Final = 8e-6  # so that it takes these seconds more,
+_CHAINED_ODD: Final = {2: 3.5, 4: 2.1}  # and where runs of slices are none,
+_CHAINED_ODD_START: Final = {2: 5e-6, 4: 0.0}  # with these seconds more
+_VECTOR: Final = 4  # elements
 
 
 class Bit(NamedTuple):
@@ -248,6 +261,11 @@ class ChainedConfig:
     warpgroup: bool = True  # products by warpgroups (wgmma), else by single warps (mma.sync)
 
 
+config_types: Final = (ChainedConfig,)
+REGISTERS: Final = (32, 255)  # fewest and most of a thread
+MOST_PROGRAMS: Final = 32
+
+
 def fits_chained(steps: Sequence[Step], block_s: int, num_warps: int, warpgroup: bool = True) -> bool:
     """Whether the kernel can take a chain on tiles of block_s slices: the single statement of its limits.
 
@@ -326,22 +344,65 @@ def chained_cost(steps: Sequence[Step], config: ChainedConfig, num_slices: int) 
     return share
 
 
-def _steps(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> list[tuple[Step, ...]]:
-    """Candidates for the steps of factors start to stop."""
-    by_width = [merged(ps, qs, start, stop, width) for width in CHAINED_MERGES]
-    return by_width + [balanced(ps, qs, start, stop, count) for count in range(1, 1 + min(MOST_STEPS, stop - start))]
+def chained_seconds(mode: Mode) -> float:
+    """Seconds of a single step, which keeps a factor of up to 128 rows and columns on chip."""
+    start = _CHAINED_FACTOR * mode.p * mode.q / SINGLE_WIDTH**2 if max(mode.p, mode.q) > CHAIN_WIDTH else 0.0
+    start += _CHAINED_START[mode.itemsize] if mode.p > CHAIN_WIDTH else 0.0
+    passes = _CHAINED
+    if mode.after > 1 and mode.after % _VECTOR:
+        passes, start = _CHAINED_ODD, max(start, _CHAINED_ODD_START[mode.itemsize])
+    elif mode.after == 1 and (mode.p % _VECTOR or mode.q % _VECTOR):
+        passes, start = _CHAINED_UNEVEN, _CHAINED_UNEVEN_START
+    return mode.traffic(passes[mode.itemsize]) + start + 2 * LAUNCH
+
+
+@lru_cache(maxsize=4096)
+def _launches(ps: tuple[int, ...], qs: tuple[int, ...]) -> list[Launch]:
+    """Candidates for a launch of these factors."""
+    by_width, count = [merged(ps, qs, 0, len(ps), width) for width in CHAINED_MERGES], min(MOST_STEPS, len(ps))
+    found = by_width + [balanced(ps, qs, 0, len(ps), steps) for steps in range(1, 1 + count)]
+    return [Launch(steps, name) for steps in dict.fromkeys(found)]
+
+
+def kernel() -> Any:
+    """The register-resident kernel, or None where this Triton cannot compile it."""
+    from fastkron_py.runtime.device import gluon_kernel
+
+    return gluon_kernel("kron.hopper.multiply", "_chained_multiply_fwd_kernel")
+
+
+def gradient_kernels() -> Any:
+    """(for one step, for a chain of two) of the backward pass, or None where this Triton cannot compile them."""
+    from fastkron_py.runtime.device import gluon_kernel
+
+    step = gluon_kernel("kron.hopper.backward", "_chained_step_bwd_kernel")
+    pair = gluon_kernel("kron.hopper.pair_backward", "_chained_pair_bwd_kernel")
+    return None if step is None or pair is None else (step, pair)
+
+
+def takes(dtype: torch.dtype, gpu: GPU) -> bool:
+    """Whether the kernel multiplies this type on a GPU."""
+    return gpu.has_wgmma and not dtype.is_complex and dtype.itemsize <= 4
+
+
+def takes_gradients(dtype: torch.dtype, gpu: GPU) -> bool:
+    """Whether the kernels of the backward pass take this type on a GPU, and this Triton can compile them and the kernel."""
+    return takes(dtype, gpu) and dtype.itemsize == 4 and kernel() is not None and gradient_kernels() is not None
+
+
+def refusal(problem: Problem) -> str | None:
+    """What is in the way of any launch."""
+    return None if takes(problem.dtype, problem.gpu) else "takes a Hopper GPU, and float32 or half precision"
 
 
 def candidates(segment: Segment) -> list[Candidate] | str:
-    """Chains of steps whose tile stays in registers, of every way to multiply neighbours out that is worth comparing."""
+    """Chains of steps whose tile stays in registers, of every way to form neighbours that is worth comparing."""
     problem, found = segment.problem, list[Candidate]()
-    if not problem.chained:
-        return "takes a Hopper GPU, and float32 or half precision"
     # As if launches moved their modes to the front, so that only columns come after them.
-    is_whole = segment.last and segment.start == 0 and problem.before == 1
-    sectors = run_sectors(1 if is_whole else 2, problem.columns)
-    num_slices = max(1, problem.rows * problem.columns * segment.outside)
-    for launch in dict.fromkeys(Launch(steps, name) for steps in _steps(segment.ps, segment.qs, segment.start, segment.stop)):
+    is_whole = segment.is_last and segment.is_first and problem.before == 1
+    sectors = run_sectors(1 if is_whole else 2, problem.after)
+    num_slices = max(1, problem.rows * problem.after * segment.outside)
+    for launch in _launches(segment.ps, segment.qs):
         config = chained_config(launch.steps, problem.itemsize, sectors, num_slices)
         if config is not None:
             cost = chained_cost(launch.steps, config, num_slices) * _crossing(segment, config.block_s)
@@ -353,7 +414,7 @@ def candidates(segment: Segment) -> list[Candidate] | str:
 def _crossing(segment: Segment, block_s: int) -> float:
     """How many times as long tiles take that cross runs of the trailing elements, which have an address for each element."""
     problem = segment.problem
-    if problem.columns == 1:
+    if problem.after == 1:
         return 1.0
     run = math.gcd(segment.after, block_s)
     if run < block_s:
@@ -362,21 +423,55 @@ def _crossing(segment: Segment, block_s: int) -> float:
 
 
 def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, int], gpu: GPU) -> tuple[ChainedConfig, ...]:
-    """The closed form's configuration of a launch with these numbers of elements before and after its modes, if there is one."""
-    found = chained_config(launch.steps, itemsize, run_sectors(*around), num_slices)
-    return () if found is None else (found,)
+    """The closed form's configuration of a launch with these numbers of elements before and after its modes, if there is one.
+
+    A plan that leaves modes in place may have runs of memory in mind that no tile has room for: shorter ones take their place.
+    """
+    found = (chained_config(launch.steps, itemsize, sectors, num_slices) for sectors in range(run_sectors(*around), -1, -1))
+    first = next(filter(None, found), None)
+    return () if first is None else (first,)
 
 
-def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
+def obstacle(launch: Launch, config: Any, itemsize: int) -> str | None:
+    """Why a configuration is not valid for a launch that the family offers, or None: the one predicate of valid configurations."""
+    if not 0 <= config.programs_per_sm <= MOST_PROGRAMS:
+        return f"programs_per_sm = {config.programs_per_sm}"
+    if config.max_registers and not REGISTERS[0] <= config.max_registers <= REGISTERS[1]:
+        return f"max_registers = {config.max_registers}"
+    if not is_power_of_two(config.block_s) or not fits_chained(launch.steps, config.block_s, config.num_warps, config.warpgroup):
+        return f"the chain does not fit into the registers: {config}"
+    return None
+
+
+def choices(problem: LaunchProblem) -> tuple[ChainedConfig, ...]:
+    """The closed form's configuration, and at most seven others around it that are valid; none where it has none."""
+    launch = problem.launch
+    closed = configs(launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu)
+    if not closed:
+        return ()
+    (first,) = closed
+    changes: tuple[dict[str, Any], ...] = (
+        {"block_s": first.block_s // 2},
+        {"block_s": 2 * first.block_s},
+        {"block_s": 2 * first.block_s, "num_warps": 2 * first.num_warps},
+        {"max_registers": 168},
+        {"programs_per_sm": 0 if first.programs_per_sm else 4},
+        {"programs_per_sm": 4, "max_registers": 168},
+        {"warpgroup": not first.warpgroup},
+    )
+    around = dict.fromkeys([first, *[replace(first, **change) for change in changes]])
+    return tuple([c for c in around if obstacle(launch, c, problem.itemsize) is None])
+
+
+def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """Where tiles are loaded ahead, also without: that needs no second tile in shared memory."""
     closed = configs(problem.launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu)
-    own = (config,) if isinstance(config, ChainedConfig) else ()
+    own = (problem.launch.config,) if isinstance(problem.launch.config, ChainedConfig) else ()
     return tuple([found for c in (*own, *closed) for found in _with_config(problem, c)])
 
 
 def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchConfig, ...]:
     """Launch configurations for the register-chained kernel: with tiles of a loop loaded ahead, where they can be, and without."""
-    from fastkron_py.kron.hopper import kernels
     from fastkron_py.runtime.launch import LaunchConfig
 
     batches, _, before, after = problem.shape
@@ -416,9 +511,7 @@ def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchC
     }
     grid = (min(num_tiles, problem.gpu.multiprocessors * config.programs_per_sm) if loop else num_tiles,)
     ahead = loop and len(steps) == 1 and problem.dtype.itemsize == 4 and run == config.block_s and not padded
-    return tuple(
-        LaunchConfig(kernels.chained_kernel(), grid, arguments | {"FETCH": fetch}) for fetch in ((True, False) if ahead else (False,))
-    )
+    return tuple(LaunchConfig(kernel(), grid, arguments | {"FETCH": fetch}) for fetch in ((True, False) if ahead else (False,)))
 
 
 def _along_p(strides: tuple[int, int, int]) -> bool:
@@ -439,7 +532,7 @@ def _strides(problem: LaunchProblem, common: dict[str, Any], block_s: int) -> tu
         reach = slices * block_s + modes * 2 * size
         if fastest == 1 and slices != size * modes:
             slices = _RUNTIME  # rows of a larger tensor
-        if not problem.static and modes != 1:
+        if problem.columns > 1 and modes != 1:
             slices, modes = (slices if common["TAIL"] else _RUNTIME), _RUNTIME_NARROW
         found += [slices, modes] if reach <= _MOST_OFFSET else [_RUNTIME, _RUNTIME]
     return tuple(found)

@@ -1,18 +1,22 @@
-"""Narrow factors: when they are multiplied without tensor cores, and the tiles of those kernels. Closed-form."""
+"""Narrow factors, multiplied without tensor cores: which ones, and the tiles of those kernels. Closed-form."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from fastkron_py.kron.plan.steps import tile_constants
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.kron.families import tile
+from fastkron_py.kron.plan.steps import Launch, Step, tile_constants
+from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment, add_launch
+from fastkron_py.runtime.gpu import GPU, next_power_of_two
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
     from fastkron_py.runtime.launch import LaunchConfig
+
+name: Final = "narrow"
+moves_to_front: Final = True
+add: Final = add_launch
 
 # Widest result, and most elements of a factor with its columns padded to a power of two, by bytes of an element: beyond these the
 # multiply-adds take longer than the memory, and tensor cores are faster, whose tiles a narrower factor leaves mostly empty (measured on
@@ -123,16 +127,35 @@ def _spread(num_slices: int, programs: int) -> int:
     return max(THREADS, next_power_of_two(num_slices) // next_power_of_two(programs))
 
 
-def launch_config(problem: LaunchProblem, common: dict[str, Any]) -> LaunchConfig:
-    """The launch configuration of a multiply by a narrow factor."""
-    from fastkron_py.kron.kernels.narrow_multiply import _narrow_multiply_fwd_kernel
+def refusal(problem: Problem) -> str | None:
+    """Nothing is in the way."""
+    return None
+
+
+def candidates(segment: Segment) -> list[Candidate] | str:
+    """One step of all factors, at the modelled cost of `tile`, which multiplies it with tensor cores."""
+    problem = segment.problem
+    step = Step(0, len(segment.ps), math.prod(segment.ps), math.prod(segment.qs), problem.parts)
+    if not is_narrow(problem.parts * step.p, problem.parts * step.q, problem.itemsize):
+        return f"takes one step of up to {WIDTH} columns and {ELEMENTS[problem.itemsize]} elements, in real numbers"
+    launch = Launch((step,), name)
+    return [(tile.cost(segment, launch), launch)]
+
+
+def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
+    """The one launch of a step; it has no configurations to tune."""
+    from fastkron_py.kron.kernels.narrow import _narrow_multiply_fwd_kernel
     from fastkron_py.runtime.launch import LaunchConfig
+    from fastkron_py.tiling.products import arithmetic
 
     batches, launch = problem.shape[0], problem.launch
     config = narrow_config(launch.p, launch.q, problem.dtype.itemsize, problem.num_slices, problem.shape[3], problem.gpu)
-    num_tiles = batches * math.ceil(common["num_slices"] / config.block_s) * math.ceil(launch.q / config.block_q)
-    arguments = common | tile_constants(problem.shape, config.block_s)
+    num_tiles = batches * math.ceil(problem.num_slices / config.block_s) * math.ceil(launch.q / config.block_q)
+    arguments = problem.common | tile_constants(problem.shape, config.block_s)
     arguments |= {
+        "ACC": arithmetic(problem.dtype, problem.precision, len(problem.factor_shapes) == 1).acc,
+        "PARTS": problem.parts,
+        "CONJ": problem.conj,
         "RUN": config.run,
         "P": launch.p,
         "Q": launch.q,
@@ -141,4 +164,5 @@ def launch_config(problem: LaunchProblem, common: dict[str, Any]) -> LaunchConfi
         "num_tiles": num_tiles,
         "num_warps": config.num_warps,
     }
-    return LaunchConfig(_narrow_multiply_fwd_kernel, (min(num_tiles, problem.gpu.multiprocessors * config.programs_per_sm),), arguments)
+    programs = min(num_tiles, problem.gpu.multiprocessors * config.programs_per_sm)
+    return (LaunchConfig(_narrow_multiply_fwd_kernel, (programs,), arguments),)

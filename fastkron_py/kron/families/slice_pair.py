@@ -6,17 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from fastkron_py.kron.plan.steps import HALF, HALF_VECTOR, Candidate, Launch, Segment, Step, padded
+from fastkron_py.kron.plan.steps import HALF, HALF_VECTOR, Launch, Step, padded
+from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment, add_launch
 from fastkron_py.runtime.gpu import GPU, HOPPER
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "slice_pair"
 moves_to_front: Final = False  # a slice is stored where it was
+add: Final = add_launch
 
 # Rows and columns of the factor on the left, which are padded to those of a warpgroup's products, and of the one on the right.
 LEAST_LEFT: Final = 33
@@ -305,25 +306,28 @@ def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> SlicePairConf
     return SlicePairConfig(warps, stages, max(1, min(MOST_WARPS // warps, gpu.shared_memory // shared_memory(found, stages, adds))))
 
 
+def refusal(problem: Problem) -> str | None:
+    """What is in the way of any launch."""
+    return None if problem.half else "takes half precision on a Hopper GPU"
+
+
 def candidates(segment: Segment) -> list[Candidate] | str:
     """The pairs of steps, and those with a small factor in the middle, of the last factors."""
     problem = segment.problem
-    if not problem.half:
-        return "takes half precision on a Hopper GPU"
-    if not segment.in_place or not segment.last:
+    if not segment.in_place or not segment.is_last:
         return "takes slices that are runs of memory, and leaves them in place"
-    factors, found = (segment.ps, segment.qs, segment.start, segment.stop), list[Candidate]()
+    factors, found = (segment.ps, segment.qs, 0, len(segment.ps)), list[Candidate]()
     for steps in (*slice_pairs(*factors), *slice_triples(*factors)):
         start = slice_pair_start(steps, problem.rows * segment.outside) * problem.launch_cost
         found.append((HALF * slice_pair_cost(steps, float(segment.moved)) + start, Launch(steps, name)))
     return found or f"takes two steps from {NARROWEST} to {WIDEST_LEFT} and {WIDEST_RIGHT} wide whose sums fit into registers"
 
 
-def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
+def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """The one launch of the steps; it has no configurations to tune."""
     from fastkron_py.kron.kernels.row_pair import _row_pair_fwd_kernel, store_product, store_quantized
     from fastkron_py.runtime.launch import LaunchConfig
-    from fastkron_py.tiling.arithmetic import half_precision
+    from fastkron_py.tiling.products import half_precision
 
     batches, steps, epilogue = problem.shape[0], problem.launch.steps, problem.epilogue
     first, second, matrices = steps[0], steps[-1], matrices_of(steps)

@@ -8,33 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from fastkron_py.kron.families import narrow, one_mode, wgmma
 from fastkron_py.kron.plan.steps import (
     DOT_SIDE,
     HALF,
     HALF_CHAIN,
     HALF_VECTOR,
-    Candidate,
     Launch,
-    Segment,
     merged,
     narrow_half_share,
     padded,
     tile_constants,
 )
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+from fastkron_py.kron.problem import LAUNCH, Candidate, LaunchProblem, Mode, Problem, Segment, add_launch, ceil
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, is_power_of_two, next_power_of_two
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "tile"
 moves_to_front: Final = True
+add: Final = add_launch
 
 # Steps wider than this, in real numbers, loop over blocks of the factor and are not chained.
 CHAIN_WIDTH: Final = 64
@@ -46,6 +43,29 @@ CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 HALF_SINGLE: Final = 33
 HALF_BEFORE: Final = 17
 SCATTERED_CHAIN: Final = 2.3  # times as long a chain takes in place, before other modes
+# The most that a configuration may ask for, whatever the GPU.
+SINGLE_TILE: Final = 1 << 15  # elements of any one tile of a single step: more take a compiler minutes
+WARPS: Final = (1, 2, 4, 8, 16)
+MOST_STAGES: Final = 8
+MOST_PROGRAMS: Final = 32
+
+RESIDENT: Final = 128  # width up to which one step keeps the whole factor on chip, but for float64
+# Shares of a GPU's rate that one step reaches beyond it, measured on an H200.
+LOOPED: Final = {2: 0.26, 4: 0.36, 8: 0.67}  # by bytes of an element
+_LOOPED_UNEVEN: Final = {2: 0.15, 4: 0.135, 8: 0.21}  # where blocks reach beyond the factor
+_PROGRAMS: Final = 2  # on a multiprocessor
+# Passes' time to write a result in runs as long as a sector that each share sectors with other runs; half of it in runs of two sectors.
+_PARTIAL_SECTORS: Final = 1.35
+_LOOP_START: Final = 2e-6  # seconds before the first step,
+_LOOP_STEP: Final = 2e-6  # and seconds that a step takes at least,
+_LOOP_STEP_UNALIGNED: Final = 6e-6  # more of half types where rows of the last mode do not begin on 16 bytes
+_RESIDENT: Final = {2: 1.7, 4: 4.0, 8: 4.0}  # passes' time with the whole factor on chip,
+_RESIDENT_BEFORE: Final = 1.3  # and of half types where runs of slices are whole vectors
+# Seconds that one step takes at least for a factor of more than 32 rows or columns, by bytes of an element: it waits for its first tile,
+# and in three-pass TF32 for its instructions. A multiply of less traffic chooses among other families as well.
+LEAST: Final = {4: 12e-6, 8: 5e-6}
+_LEAST_HALF: Final = 4.5e-6  # and of half types, which do not choose
+_LEAST_RESIDENT: Final = {2: 9e-6, 4: 19e-6}  # the same of a factor wider than CHAIN_WIDTH, which it keeps on chip
 
 
 @dataclass(frozen=True)
@@ -71,6 +91,7 @@ class SingleConfig:
 
 
 Config = SingleConfig | ChainConfig
+config_types: Final = (SingleConfig, ChainConfig)
 _C = TypeVar("_C")
 
 
@@ -236,15 +257,55 @@ def _half_share(launch: Launch, half: str, after: int) -> float:
     return HALF if (is_single or half == "bfloat16") and narrowest >= least else 1.0
 
 
+def _written_passes(mode: Mode) -> float:
+    """Passes' time that the plain kernel takes more to write runs that are no whole sectors."""
+    length = mode.after * mode.itemsize
+    is_whole = mode.after == 1 or length % SECTOR_BYTES == 0
+    return 0.0 if is_whole else _PARTIAL_SECTORS * SECTOR_BYTES / length * mode.q / (mode.p + mode.q)
+
+
+def looped_seconds(mode: Mode) -> float:
+    """Seconds of one step, which loops over blocks of the factor where that is too wide to stay on chip."""
+    gpu, is_double = mode.gpu, mode.itemsize == 8
+    uneven = mode.p % 64 or mode.q % 64
+    if max(mode.p, mode.q) <= RESIDENT and not is_double:
+        least = (LEAST if max(mode.p, mode.q) <= CHAIN_WIDTH else _LEAST_RESIDENT).get(mode.itemsize, _LEAST_HALF)
+        passes = _RESIDENT[mode.itemsize] * (1.5 if uneven else 1.0)
+        if mode.itemsize == 2 and mode.after > 1:
+            in_vectors = _RESIDENT_BEFORE + _written_passes(mode)
+            passes = in_vectors if mode.after % HALF_VECTOR == 0 else max(passes, in_vectors)
+        return max(mode.traffic(passes), least) + LAUNCH
+    block_s = min(64 if is_double else 128, max(16, next_power_of_two(mode.slices)))
+    block_p, block_q = 32 if is_double else 64, min(64, max(16, next_power_of_two(mode.q)))
+    tiles = ceil(mode.slices, block_s) * ceil(mode.q, block_q) * mode.batches
+    waves = ceil(tiles, _PROGRAMS * gpu.multiprocessors)
+    share = (_LOOPED_UNEVEN if uneven else LOOPED)[mode.itemsize]
+    rate = gpu.rate(mode.itemsize) / mode.passes * share / gpu.multiprocessors / _PROGRAMS
+    is_unaligned = mode.itemsize == 2 and mode.after == 1 and mode.p % HALF_VECTOR != 0
+    step = max(2 * block_s * block_p * block_q / rate, _LOOP_STEP_UNALIGNED if is_unaligned else _LOOP_STEP)
+    return max(waves * ceil(mode.p, block_p) * step, mode.traffic(1.3 + _written_passes(mode))) + _LOOP_START + LAUNCH
+
+
+def refusal(problem: Problem) -> str | None:
+    """Nothing is in the way."""
+    return None
+
+
 def candidates(segment: Segment) -> list[Candidate] | str:
     """One step of any width, or a chain of several where its tile fits on chip."""
     problem, found = segment.problem, list[Candidate]()
-    outside, moved, merge = float(segment.outside), float(segment.moved), (segment.ps, segment.qs, segment.start, segment.stop)
+    merge = (segment.ps, segment.qs, 0, len(segment.ps))
     for launch in dict.fromkeys(Launch(merged(*merge, width // problem.parts, problem.parts), name) for width in segment.widths):
-        if len(launch.steps) == 1 or is_chain(launch, problem.itemsize, segment.last):
-            scattered = SCATTERED_CHAIN if segment.in_place and not segment.last and len(launch.steps) > 1 else 1.0
-            found.append((scattered * _half_share(launch, problem.half, segment.after) * _cost(launch, outside, moved), launch))
+        if len(launch.steps) == 1 or is_chain(launch, problem.itemsize, segment.is_last):
+            found.append((cost(segment, launch), launch))
     return found or "a chain does not fit on chip"
+
+
+def cost(segment: Segment, launch: Launch) -> float:
+    """The modelled cost of a launch of all of a segment."""
+    scattered = SCATTERED_CHAIN if segment.in_place and not segment.is_last and len(launch.steps) > 1 else 1.0
+    share = _half_share(launch, segment.problem.half, segment.after)
+    return scattered * share * _cost(launch, float(segment.outside), float(segment.moved))
 
 
 def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, int], gpu: GPU, parts: int = 1) -> tuple[Config, ...]:
@@ -255,22 +316,80 @@ def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, i
     return single_configs(parts * launch.p, parts * launch.q, itemsize, num_slices, gpu, parts)
 
 
-def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
-    """A step or a chain by Triton's kernels; of one step, by the kernel for narrow factors, or preferably Hopper's for wide ones."""
-    from fastkron_py.tiling.arithmetic import arithmetic
+def obstacle(launch: Launch, config: Any, itemsize: int) -> str | None:
+    """Why a configuration is not valid for a launch, or None: the one predicate of valid configurations.
+
+    A valid one computes the right result; that a GPU has too little shared memory for it shows when it is launched.
+
+    Args:
+        launch: the steps, which the family offers.
+        config: one of `config_types`.
+        itemsize: bytes of a real number.
+    """
+    is_chain = len(launch.steps) > 1
+    if is_chain != isinstance(config, ChainConfig):
+        return f"a {type(config).__name__} for {len(launch.steps)} steps"
+    if config.num_warps not in WARPS or not 1 <= config.num_stages <= MOST_STAGES or not 1 <= config.programs_per_sm <= MOST_PROGRAMS:
+        return f"warps, stages or programs out of range: {config}"
+    if is_chain:
+        return _chain_obstacle(launch, config.block_s, itemsize)
+    sides = (config.block_s, config.block_p, config.block_q)
+    if not all(map(is_power_of_two, sides)) or min(sides) < DOT_SIDE:
+        return f"blocks are powers of two from {DOT_SIDE} on: {config}"
+    if config.block_p > padded(launch.p) or config.block_q > padded(launch.q):
+        return f"a block is wider than the factor: {config}"
+    return f"a tile has more than {SINGLE_TILE} elements: {config}" if max(sides) * sorted(sides)[1] > SINGLE_TILE else None
+
+
+def _chain_obstacle(launch: Launch, block_s: int, itemsize: int) -> str | None:
+    width = launch.tile_width
+    if not is_power_of_two(block_s):
+        return f"block_s = {block_s} is no power of two"
+    if block_s * width > 2 * CHAIN_TILE[itemsize]:
+        return f"block_s = {block_s}: the tile does not fit on chip"
+    if block_s * min(width // max(s.p_pad, s.q_pad) for s in launch.steps) < DOT_SIDE:
+        return f"block_s = {block_s}: a product has fewer than {DOT_SIDE} rows"
+    return None
+
+
+def choices(problem: LaunchProblem) -> tuple[Config, ...]:
+    """The closed form's configuration, and at most seven others around it that are valid and fit the GPU."""
+    launch, itemsize = problem.launch, problem.itemsize
+    first = configs(launch, itemsize, problem.num_slices, problem.shape[2:], problem.gpu, problem.parts)[0]
+    slices, warps, programs = first.block_s, first.num_warps, first.programs_per_sm
+    changes: tuple[dict[str, Any], ...] = (
+        {"block_s": slices // 2},
+        {"block_s": 2 * slices},
+        {"num_warps": 4 if warps == 8 else 8},
+        {"num_warps": 4, "num_stages": 3},
+        {"block_s": slices // 4, "num_warps": 4, "num_stages": 4},
+        {"num_stages": 4, "programs_per_sm": programs + 1},
+        {"num_stages": 1, "programs_per_sm": programs + 1},
+    )
+    around = dict.fromkeys([first, *[replace(first, **change) for change in changes]])
+    return tuple([c for c in around if obstacle(launch, c, itemsize) is None and _shared_memory(c, problem) <= problem.gpu.shared_memory])
+
+
+def _shared_memory(config: Config, problem: LaunchProblem) -> int:
+    """Bytes of a program, at most."""
+    if isinstance(config, ChainConfig):
+        return chain_shared_memory(config, problem.launch, problem.itemsize)
+    return single_shared_memory(config, problem.itemsize, problem.parts)
+
+
+def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
+    """A step or a chain by Triton's kernels, with the tuned configuration first."""
+    from fastkron_py.tiling.products import arithmetic
 
     launch, parts, common, gpu = problem.launch, problem.parts, problem.common, problem.gpu
     is_chain = len(launch.steps) > 1
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, not is_chain and len(problem.factor_shapes) == 1)
     elements = common | {"ACC": acc, "PARTS": parts, "CONJ": problem.conj}
-    if config is None and not is_chain and narrow.is_narrow(parts * launch.p, parts * launch.q, problem.itemsize):
-        return (narrow.launch_config(problem, elements),)
     elements |= {"COMPUTE": compute, "PRECISION": precision, "TRANSPOSED": problem.transposed or common["TAIL"]}
     elements |= _chain_constants(launch, problem.shape[0]) if is_chain else {"P": launch.p, "Q": launch.q}
     closed = configs(launch, problem.itemsize, problem.num_slices, problem.shape[2:], gpu, parts)
-    own = (config,) if isinstance(config, SingleConfig | ChainConfig) else ()
-    found = tuple([_launch_config(problem, elements, c) for c in (*own, *closed)])
-    return (*wgmma.launch_configs(problem, None), *found) if config is None and one_mode.takes_wgmma(problem) else found
+    own = (launch.config,) if isinstance(launch.config, SingleConfig | ChainConfig) else ()
+    return tuple([_launch_config(problem, elements, c) for c in (*own, *closed)])
 
 
 def _launch_config(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig | ChainConfig) -> LaunchConfig:

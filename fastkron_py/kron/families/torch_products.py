@@ -5,17 +5,23 @@ Measured on an H200, for modes of 1 to 3,000 rows and columns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from fastkron_py.kron.plan.mode import LAUNCH, Mode, ceil, filled
-from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step
+from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.problem import LAUNCH, Candidate, LaunchProblem, Mode, Problem, Segment, ceil, filled
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from fastkron_py.kron.canonical import Scale
+    from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "torch_products"
 moves_to_front: Final = False
+ALGORITHMS: Final = ("matmul", "copying", "gemm")
 
 _MATMUL: Final = 0.95  # of a GPU's rate that they reach
 _TORCH_TILE: Final = {2: 128, 4: 64, 8: 32}  # rows and columns of tiles of torch's products, by bytes of an element
@@ -188,17 +194,43 @@ def gemm_seconds(mode: Mode) -> float:
     return max(work, mode.traffic(_GEMM_PASSES) + mode.result_seconds(1)) + LAUNCH
 
 
-def candidates(segment: Segment) -> list[Candidate] | str:
-    """One factor, where no family is asked whose launches pass to this one once they are planned (`one_mode`)."""
-    problem = segment.problem
+def multiply_times(mode: Mode) -> dict[str, float]:
+    """Seconds of the algorithms that multiply a mode.
+
+    "matmul" is one product in place, or a batch, "copying" one of copies that it is fast on, and "gemm" the main loop of linear layers.
+    """
+    times = {"matmul": matmul_seconds(mode)} if mode.batches == 1 or mode.after == 1 else {}
+    if mode.adds and takes_gemm(mode):
+        times["gemm"] = gemm_seconds(mode)
+    if takes_copies(mode):
+        times["copying"] = copying_seconds(mode)
+    return times
+
+
+def refusal(problem: Problem) -> str | None:
+    """What is in the way of any launch of its own: it has none if a family is asked whose launches pass to it (`planner.choose`)."""
     if not problem.families or {"tile", "fragments"} & {*problem.families}:
         return "takes over launches of one factor by tile and fragments"
-    if segment.stop - segment.start > 1:
+    return None
+
+
+def candidates(segment: Segment) -> list[Candidate] | str:
+    """One factor."""
+    if len(segment.ps) > 1:
         return "takes one factor"
-    step = Step(segment.start, segment.stop, segment.ps[segment.start], segment.qs[segment.start], problem.parts)
-    return [(float(segment.moved), Launch((step,), name))]
+    return [(float(segment.moved), Launch((Step(0, 1, segment.ps[0], segment.qs[0], segment.problem.parts),), name))]
 
 
-def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
-    """None: its steps are calls of torch (`kron.matmul_step`)."""
+def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
+    """None: its steps are calls of torch."""
     return ()
+
+
+def add(
+    build: Builder, problem: LaunchProblem, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale
+) -> Tensor:
+    """Add the algorithm that the plan chose; see `problem.add_launch`."""
+    from fastkron_py.kron.matmul_step import add_gemm_step, add_products
+
+    add_step = add_gemm_step if problem.launch.config == "gemm" else add_products
+    return add_step(build, problem, x, factors, z, y, scale)

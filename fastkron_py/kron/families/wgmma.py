@@ -7,15 +7,19 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fastkron_py.kron.plan.mode import BLOCK_K, LAUNCH, Mode, ceil
-from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step
+from fastkron_py.kron.families import tile
+from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.problem import BLOCK_K, LAUNCH, Candidate, LaunchProblem, Mode, Problem, Segment, add_launch, ceil
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
+    import torch
+
+    from fastkron_py.runtime.gpu import GPU
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "wgmma"
 moves_to_front: Final = True
+add: Final = add_launch
 
 _GROUP: Final = 8  # rows of tiles that are in flight together
 # Of a thread that holds sums, and of those that bring the left and the right operand, or copy the left one.
@@ -105,22 +109,36 @@ def gradient_config(mode: Mode) -> tuple[float, WideConfig]:
     return max(seconds, mode.traffic()) + 2 * LAUNCH, config
 
 
-def candidates(segment: Segment) -> list[Candidate] | str:
-    """One large factor, where no family is asked whose launches pass to this one once they are planned (`one_mode`)."""
-    problem = segment.problem
-    if not problem.families or "tile" in problem.families:
+def kernel() -> Any:
+    """The kernel, or None where this Triton cannot compile it."""
+    from fastkron_py.runtime.device import gluon_kernel
+
+    return gluon_kernel("kron.hopper.wide", "_wide_product_kernel")
+
+
+def takes(dtype: torch.dtype, gpu: GPU) -> bool:
+    """Whether the kernel multiplies this type on a GPU."""
+    return gpu.has_wgmma and not dtype.is_complex and dtype.itemsize <= 4
+
+
+def refusal(problem: Problem) -> str | None:
+    """What is in the way of any launch of its own: it has none if a family is asked whose launches pass to it (`planner.by_wgmma`)."""
+    if not problem.families or tile.name in problem.families:
         return "takes over launches of one large factor by tile"
-    if not problem.chained:
-        return "takes a Hopper GPU, and float32 or half precision"
-    step = Step.of(segment.ps, segment.qs, segment.start, segment.stop)
-    if segment.stop - segment.start > 1 or max(step.p, step.q) <= LEAST:
+    return None if takes(problem.dtype, problem.gpu) else "takes a Hopper GPU, and float32 or half precision"
+
+
+def candidates(segment: Segment) -> list[Candidate] | str:
+    """One large factor."""
+    if len(segment.ps) > 1 or max(segment.ps[0], segment.qs[0]) <= LEAST:
         return f"takes one factor that is wider than {LEAST}"
-    return [(float(segment.moved), Launch((step,), name))]
+    return [(float(segment.moved), Launch((Step(0, 1, segment.ps[0], segment.qs[0]),), name))]
 
 
-def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
-    """The one launch of a step; it has no configurations to tune."""
-    return (multiply_launch(problem.mode, problem.common, problem.factor_strides[0], problem.static),)
+def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
+    """The launch of a step, which has no configurations to tune, and tile's, for a GPU without enough shared memory."""
+    own = multiply_launch(problem.mode, problem.common, problem.factor_strides[0], problem.columns == 1)
+    return (own, *tile.launch_configs(problem))
 
 
 def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple[int, int, int], is_fixed: bool) -> LaunchConfig:
@@ -171,7 +189,7 @@ def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchCon
         mode: the multiply that is differentiated.
         addresses: `GradientProblem.addresses`.
     """
-    from fastkron_py.kron.kernels.sliced_multiply import epilogue_plain
+    from fastkron_py.kron.kernels.epilogues import epilogue_plain
 
     _, config = gradient_config(mode)
     size = mode.p * mode.q
@@ -229,7 +247,6 @@ def _launch(
     arguments: dict[str, Any],
     slices: Mapping[str, Any],
 ) -> LaunchConfig:
-    from fastkron_py.kron.hopper import kernels
     from fastkron_py.runtime.launch import LaunchConfig
 
     height, width, depth = sizes
@@ -259,4 +276,4 @@ def _launch(
         "REGISTERS": _REGISTERS_COPYING if is_copied else _REGISTERS,
         "num_warps": 4,
     }
-    return LaunchConfig(kernels.wide_kernel(), (config.programs,), arguments)
+    return LaunchConfig(kernel(), (config.programs,), arguments)

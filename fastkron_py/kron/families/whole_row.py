@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fastkron_py.kron.plan.steps import HALF, Candidate, Launch, Segment, Step
-from fastkron_py.runtime.gpu import HOPPER
+from fastkron_py.kron.plan.steps import HALF, HALF_VECTOR, Launch, Step
+from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment, add_launch
+from fastkron_py.runtime.gpu import GPU, HOPPER
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.launches import LaunchProblem
+    import torch
+
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "whole_row"
 moves_to_front: Final = False  # a row is stored where it was
+add: Final = add_launch
 
 MOST_ELEMENTS: Final = 65536  # of a row; a result may have twice as many
 SIDES: Final = (16, 32)  # rows and columns of a step; of square ones also the widths in SQUARES, which are of A, M and C
@@ -322,21 +325,43 @@ def _result_bases(sizes: Sequence[int], warps: int) -> tuple[Bases, Bases, Bases
     return own + [[8 << i, 0] for i in range(_digits(qa) - VECTOR_BITS)], lanes, wide
 
 
+def kernel() -> Any:
+    """The kernel, or None where this Triton cannot compile it."""
+    from fastkron_py.runtime.device import gluon_kernel
+
+    return gluon_kernel("kron.hopper.whole_row", "_whole_row_fwd_kernel")
+
+
+def takes(dtype: torch.dtype, gpu: GPU) -> bool:
+    """Whether the kernel multiplies this type on a GPU."""
+    return gpu.has_wgmma and dtype.itemsize == HALF_BYTES
+
+
+def may_take(problem: Problem) -> bool:
+    """Whether the kernel multiplies if x's rows begin at multiples of 16 bytes."""
+    if not problem.half or problem.shape[3] > 1 or not problem.allows(name):
+        return False
+    ps, qs = ([s[i] for s in problem.factor_shapes[problem.start :]] for i in (-2, -1))
+    return problem.x.batch % HALF_VECTOR == problem.x.row % HALF_VECTOR == 0 and takes_whole_rows(ps, qs)
+
+
+def refusal(problem: Problem) -> str | None:
+    """What is in the way of any launch."""
+    return None if problem.whole_rows else "takes half precision on a Hopper GPU, in rows that begin at multiples of 16 bytes"
+
+
 def candidates(segment: Segment) -> list[Candidate] | str:
     """Three or four steps of the last factors on one row at a time."""
     problem = segment.problem
-    if not problem.whole_rows:
-        return "takes half precision on a Hopper GPU, in rows that begin at multiples of 16 bytes"
-    if not segment.in_place or not segment.last:
+    if not segment.in_place or not segment.is_last:
         return "takes rows that are runs of memory, and leaves them in place"
     cost = HALF * whole_row_cost(float(segment.moved), max(1, problem.rows * segment.outside))
-    found = [(cost, Launch(steps, name)) for steps in whole_rows(segment.ps, segment.qs, segment.start, segment.stop)]
+    found = [(cost, Launch(steps, name)) for steps in whole_rows(segment.ps, segment.qs, 0, len(segment.ps))]
     return found or f"takes three or four steps of {SIDES} or {SQUARES} rows and columns"
 
 
-def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
+def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """The one launch of the steps; it has no configurations to tune."""
-    from fastkron_py.kron.hopper import kernels
     from fastkron_py.runtime.launch import LaunchConfig
 
     batches, steps = problem.shape[0], problem.launch.steps
@@ -353,4 +378,4 @@ def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, .
         "WARPS": made.num_warps,
         "num_warps": made.num_warps,
     }
-    return (LaunchConfig(kernels.whole_row_kernel(), (batches * programs,), arguments),)
+    return (LaunchConfig(kernel(), (batches * programs,), arguments),)

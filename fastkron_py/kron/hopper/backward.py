@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from fastkron_py.kron.hopper.multiply import _factor_halves, _low_half, _staging
 from fastkron_py.kron.hopper.tile import _slice_base, in_order, twos
-from fastkron_py.runtime.gluon_names import barrier, begin_copy
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32, scalar
+from fastkron_py.tiling.hopper import barrier, begin_copy
 from fastkron_py.tiling.products import high_half, rounded
 
 

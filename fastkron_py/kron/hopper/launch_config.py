@@ -7,8 +7,8 @@ from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
 from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
+from fastkron_py.kron.families import fragments
 from fastkron_py.kron.families.fragments import TileLayout
-from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan.chained_gradient import (
     NARROW,
     NEIGHBOURS,
@@ -38,7 +38,7 @@ def chained_launch(problem: GradientProblem) -> ChainedLaunch | None:
     chain = problem.group.split > problem.group.start
     if not chain and problem.sizes == (NARROW, NARROW) and problem.around[2] % NEIGHBOURS == 0:
         problem = problem.with_neighbours(NEIGHBOURS)
-    if not kernels.has_chained_gradients(problem.device, problem.dtype) or not _copies_whole_vectors(problem):
+    if not fragments.takes_gradients(problem.dtype, devices.gpu_of(problem.device)) or not _copies_whole_vectors(problem):
         return None
     groups, rows, before, after = problem.around
     addresses = problem.addresses
@@ -132,7 +132,7 @@ def _step_launch(problem: GradientProblem, config: StepGradientConfig) -> Launch
         "WARPS": config.warps,
         "NEED_F": any(problem.need_factors),
     }
-    kernel, _ = kernels.gradient_kernels()
+    kernel, _ = fragments.gradient_kernels()
     return LaunchConfig(kernel, (problem.around[0] * config.programs,), arguments)
 
 
@@ -159,5 +159,5 @@ def _pair_launch(problem: GradientProblem, config: PairGradientConfig) -> Launch
         "NEED_A": any(problem.need_factors[:split]),
         "NEED_B": any(problem.need_factors[split:]),
     }
-    _, kernel = kernels.gradient_kernels()
+    _, kernel = fragments.gradient_kernels()
     return LaunchConfig(kernel, (problem.around[0] * config.programs,), arguments)

@@ -15,8 +15,8 @@ from triton.language.core import builtin
 
 from fastkron_py.kron.families.fragments import digits_of
 from fastkron_py.kron.hopper.tile import fetch_tile, fetched_tile, in_order, load_tile, make_tile, store_tile, tile_buffer, twos
-from fastkron_py.runtime.gluon_names import barrier
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32
+from fastkron_py.tiling.hopper import barrier
 from fastkron_py.tiling.products import high_half, rounded
 
 # Entries of STEPS: the fields of `families.fragments.ChainedStep`.

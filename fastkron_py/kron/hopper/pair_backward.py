@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from fastkron_py.kron.hopper.backward import _add_product, _item, _linear, _load_operand, _places, _rank3, _shape, _spread, _start_copy
 from fastkron_py.kron.hopper.multiply import _factor_halves, _low_half
 from fastkron_py.kron.hopper.tile import _slice_base, in_order, twos
-from fastkron_py.runtime.gluon_names import barrier
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32, scalar
+from fastkron_py.tiling.hopper import barrier
 
 
 @gluon.jit

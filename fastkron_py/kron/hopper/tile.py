@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.core import builtin
 
-from fastkron_py.runtime.gluon_names import begin_copy
 from fastkron_py.tiling.addresses import padded_index, slice_index, slice_mask, slice_offsets
+from fastkron_py.tiling.hopper import begin_copy
 
 
 class Tile(NamedTuple):

@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from fastkron_py.kron.families import whole_row as plan
 from fastkron_py.kron.hopper.tile import in_order, seen_as
-from fastkron_py.kron.kernels.phases import item
+from fastkron_py.kron.kernels.butterfly import item
 from fastkron_py.kron.kernels.row_pair import in_half
-from fastkron_py.runtime.gluon_names import barrier, begin_copy
 from fastkron_py.tiling.addresses import factor_tile
+from fastkron_py.tiling.hopper import barrier, begin_copy
 
 LINE: gl.constexpr = gl.constexpr(64)  # elements of 128 bytes
 VECTOR: gl.constexpr = gl.constexpr(8)  # of 16 bytes

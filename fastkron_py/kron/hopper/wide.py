@@ -4,7 +4,7 @@ Both are ``out[m, n] = sum_k left[m, k] * right[n, k]``. In a multiply m runs ov
 factor and k over its rows. In a gradient k runs over slices, and m and n over the modes of u and g. Only addresses differ, so that no
 operand is transposed or copied in memory.
 
-Warpgroups have one trade each (`tiling.hopper.ring`). One brings the right operand: it loads it, in whichever direction it is runs of
+Warpgroups have one trade each (`tiling.hopper`). One brings the right operand: it loads it, in whichever direction it is runs of
 memory, splits it for three-pass TF32 and stores it with k innermost, as tensor cores want TF32. One brings the left operand in the same
 way, or in float32, where runs begin on 16 bytes, copies it as it lies by cp.async. Two multiply. A copied left operand they take from
 shared memory to registers, and split it there: its traffic in shared memory is a third of that of two stored halves.
@@ -17,19 +17,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastkron_py.runtime.gluon_names import begin_copy
 from fastkron_py.tiling.addresses import slice_index, slice_offsets
-from fastkron_py.tiling.hopper.ring import (
+from fastkron_py.tiling.hopper import (
     COPIED_ALONG_K,
     COPIED_ALONG_ROWS,
     MADE,
     ROWS,
     allocate_ring,
+    begin_copy,
+    made_layout,
+    store_made,
     store_sums,
     sum_copied_steps,
     sum_steps,
 )
-from fastkron_py.tiling.hopper.tiles import made_layout, store_made
 from fastkron_py.tiling.products import tile_of
 
 

@@ -1,10 +1,9 @@
-"""Kernel of the factor gradient: a reduction over all slices, in two deterministic stages."""
+"""Kernels of the factor gradients: a reduction over all slices, in two deterministic stages, and the distribution of its sums."""
 
 import triton
 import triton.language as tl
 
-from fastkron_py.tiling.addresses import dot, load_slices, slice_index, slice_mask, slice_offsets
-from fastkron_py.tiling.elements import extracted, words
+from fastkron_py.tiling.addresses import dot, extracted, load_slices, slice_index, slice_mask, slice_offsets, words
 
 
 @triton.jit(do_not_specialize=["num_slices"], do_not_specialize_on_alignment=["before"])
@@ -55,3 +54,119 @@ def _factor_gradient_kernel(
     q = first_q * PARTS + tl.arange(0, BLOCK_Q * PARTS)[None, :]
     at = ((split * num_batches + batch) * P + p) * (Q * PARTS) + q
     tl.store(partial_ptr + at, extracted(acc, PARTS), mask=(p < P) & (q < Q * PARTS))
+
+
+# ---- the second stage ------------------------------------------------------------------------------
+# The programs' partial sums, in a fixed order. A step of several factors multiplied out has the gradient of their product, a small matrix;
+# each factor's own is a sum over the entries of the others. Complex sums are pairs of real numbers in a row.
+
+
+@triton.jit
+def _times_entry(weight, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Weight times the entry of one factor, by the last digits of p and q."""
+    return weight * tl.load(ptr + (p % ROWS).to(tl.int64) * stride_p + (q % COLS).to(tl.int64) * stride_q).to(weight.dtype)
+
+
+@triton.jit
+def _times_conjugate(real, imaginary, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The same in (real, imaginary) parts, with the entry's conjugate."""
+    at = 2 * ((p % ROWS).to(tl.int64) * stride_p + (q % COLS).to(tl.int64) * stride_q)
+    f_real, f_imaginary = tl.load(ptr + at).to(real.dtype), tl.load(ptr + at + 1).to(real.dtype)
+    return real * f_real + imaginary * f_imaginary, imaginary * f_real - real * f_imaginary
+
+
+@triton.jit
+def _write_factor(
+    total_ptr,
+    factor_ptrs,
+    out_ptr,
+    factor_strides,
+    batch,
+    SHAPES: tl.constexpr,
+    WHICH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    INNER_P: tl.constexpr,
+    INNER_Q: tl.constexpr,
+    OUTER_P: tl.constexpr,
+    OUTER_Q: tl.constexpr,
+    ENTRIES_PAD: tl.constexpr,
+    OTHERS_PAD: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """``out[p, q] = sum over the others' entries of total[(.., p, ..), (.., q, ..)] * conj(their product)``, for one factor."""
+    entry = tl.arange(0, ENTRIES_PAD)[None, :]
+    other = tl.arange(0, OTHERS_PAD)[:, None]
+    p, q = other // OUTER_Q, other % OUTER_Q  # of all others' product
+    row = (p // INNER_P * ROWS + entry // COLS) * INNER_P + p % INNER_P
+    col = (q // INNER_Q * COLS + entry % COLS) * INNER_Q + q % INNER_Q
+    mask = (entry < ROWS * COLS) & (other < OUTER_P * OUTER_Q)
+    at = batch * (OUTER_P * ROWS * OUTER_Q * COLS) + row * (OUTER_Q * COLS) + col
+    total = tl.load(total_ptr + at * PARTS, mask=mask, other=0.0)
+    weight = tl.full((OTHERS_PAD, 1), 1.0, total.dtype)
+    imaginary = tl.full((OTHERS_PAD, 1), 0.0, total.dtype)
+    COUNT: tl.constexpr = len(SHAPES)
+    for n in tl.static_range(COUNT):
+        if COUNT - 1 - n != WHICH:
+            ptr = factor_ptrs[COUNT - 1 - n] + batch * factor_strides[COUNT - 1 - n][0] * PARTS
+            stride_p, stride_q = factor_strides[COUNT - 1 - n][1], factor_strides[COUNT - 1 - n][2]
+            if PARTS == 1:
+                weight = _times_entry(weight, p, q, ptr, stride_p, stride_q, SHAPES[COUNT - 1 - n][0], SHAPES[COUNT - 1 - n][1])
+            else:
+                weight, imaginary = _times_conjugate(
+                    weight, imaginary, p, q, ptr, stride_p, stride_q, SHAPES[COUNT - 1 - n][0], SHAPES[COUNT - 1 - n][1]
+                )
+            p = p // SHAPES[COUNT - 1 - n][0]
+            q = q // SHAPES[COUNT - 1 - n][1]
+    # Selected: an infinity of a factor stands in the padding too.
+    first = tl.arange(0, ENTRIES_PAD)
+    at_out = first
+    if TRANSPOSED:
+        at_out = first % COLS * ROWS + first // COLS
+    out_ptr += (batch * (ROWS * COLS) + at_out) * PARTS
+    if PARTS == 2:
+        other_part = tl.load(total_ptr + at * PARTS + 1, mask=mask, other=0.0)
+        out = tl.sum(tl.where(mask, total * imaginary + other_part * weight, 0.0), 0)
+        tl.store(out_ptr + 1, out.to(out_ptr.dtype.element_ty), mask=first < ROWS * COLS)
+        total = total * weight - other_part * imaginary
+    else:
+        total *= weight
+    out = tl.sum(tl.where(mask, total, 0.0), 0)
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=first < ROWS * COLS)
+
+
+@triton.jit
+def _split_gradient_kernel(
+    total_ptr,  # [B, P, Q], the gradient of the factors' product
+    factor_ptrs,  # each [B, P_i, Q_i]
+    out_ptrs,  # each [B, P_i, Q_i], of the factors asked for; [B, Q_i, P_i] of those that are transposed
+    factor_strides,
+    SHAPES: tl.constexpr,
+    WANTED: tl.constexpr,  # for each output: which factor, then the constants of `_write_factor` in their order
+    PARTS: tl.constexpr,  # real numbers of an element
+):
+    """Gradients of the factors of a product, from that of the product: one program for each and for each batch."""
+    COUNT: tl.constexpr = len(WANTED)
+    batch = (tl.program_id(0) // COUNT).to(tl.int64)
+    for n in tl.static_range(COUNT):
+        if tl.program_id(0) % COUNT == n:
+            _write_factor(
+                total_ptr,
+                factor_ptrs,
+                out_ptrs[n],
+                factor_strides,
+                batch,
+                SHAPES,
+                WANTED[n][0],
+                WANTED[n][1],
+                WANTED[n][2],
+                WANTED[n][3],
+                WANTED[n][4],
+                WANTED[n][5],
+                WANTED[n][6],
+                WANTED[n][7],
+                WANTED[n][8],
+                WANTED[n][9],
+                PARTS,
+            )

@@ -8,8 +8,20 @@ registers over all tiles of a program and stored once, as the program's partial 
 import triton
 import triton.language as tl
 
-from fastkron_py.tiling.addresses import dot, load_factor, padded_index, scalar, slice_index, slice_mask, slice_offsets
-from fastkron_py.tiling.elements import extracted, load_elements, store_elements, swapped, words
+from fastkron_py.tiling.addresses import (
+    dot,
+    extracted,
+    load_elements,
+    load_factor,
+    padded_index,
+    scalar,
+    slice_index,
+    slice_mask,
+    slice_offsets,
+    store_elements,
+    swapped,
+    words,
+)
 
 
 @triton.jit

@@ -7,66 +7,19 @@ functions ``epilogue(acc, alpha, beta, z_ptr, offsets, mask)``; z may be broadca
 import triton
 import triton.language as tl
 
-from fastkron_py.tiling.addresses import dot, load_factor, load_slices, padded_index, scalar, slice_index, slice_mask, slice_offsets
-from fastkron_py.tiling.elements import joined, load_elements, load_parts, separated, store_elements, swapped, words
-
-
-@triton.jit
-def epilogue_plain(acc, alpha, beta, z_ptr, offsets, mask):
-    """The product as it is."""
-    return acc
-
-
-@triton.jit
-def epilogue_scale(acc, alpha, beta, z_ptr, offsets, mask):
-    """Scale by alpha."""
-    return acc * scalar(alpha, acc.dtype)
-
-
-@triton.jit
-def epilogue_axpby(acc, alpha, beta, z_ptr, offsets, mask):
-    """Scale by alpha and add beta * z."""
-    z = tl.load(z_ptr + offsets, mask=mask, other=0.0).to(acc.dtype)
-    return acc * scalar(alpha, acc.dtype) + z * scalar(beta, acc.dtype)
-
-
-@triton.jit
-def epilogue_axpby_complex(acc, alpha, beta, z_ptr, offsets, mask):
-    """Scale by alpha and add beta * z, of complex elements."""
-    z = load_elements(z_ptr + offsets, mask, 2, False)
-    return acc * scalar(alpha, acc.dtype) + z * scalar(beta, acc.dtype)
-
-
-@triton.jit
-def epilogue_times(acc, alpha, beta, z_ptr, offsets, mask):
-    """Multiply by z, element by element."""
-    return acc * tl.load(z_ptr + offsets, mask=mask, other=0.0).to(acc.dtype)
-
-
-@triton.jit
-def epilogue_times_complex(acc, alpha, beta, z_ptr, offsets, mask):
-    """Multiply by z, of complex elements."""
-    real, imaginary = separated(acc)
-    z_real, z_imaginary = load_parts(z_ptr + offsets, mask)
-    return joined(real * z_real - imaginary * z_imaginary, real * z_imaginary + imaginary * z_real)
-
-
-@triton.jit
-def epilogue_over(acc, alpha, beta, z_ptr, offsets, mask):
-    """Divide by z, element by element."""
-    return acc / tl.load(z_ptr + offsets, mask=mask, other=1.0).to(acc.dtype)
-
-
-@triton.jit
-def epilogue_over_complex(acc, alpha, beta, z_ptr, offsets, mask):
-    """Divide by z, of complex elements: the squares of z's parts do not overflow where z itself does not."""
-    real, imaginary = separated(acc)
-    z_real, z_imaginary = load_parts(z_ptr + offsets, mask)
-    z_real = tl.where(mask, z_real, 1.0)
-    size = tl.maximum(tl.abs(z_real), tl.abs(z_imaginary))
-    c, d = z_real / size, z_imaginary / size
-    square = (c * c + d * d) * size
-    return joined((real * c + imaginary * d) / square, (imaginary * c - real * d) / square)
+from fastkron_py.tiling.addresses import (
+    dot,
+    load_elements,
+    load_factor,
+    load_slices,
+    padded_index,
+    slice_index,
+    slice_mask,
+    slice_offsets,
+    store_elements,
+    swapped,
+    words,
+)
 
 
 @triton.jit(do_not_specialize=["alpha", "beta", "num_tiles", "num_slices"], do_not_specialize_on_alignment=["before"])

@@ -7,7 +7,7 @@ negative. Points of x that are in no table are not read.
 import triton
 import triton.language as tl
 
-from fastkron_py.tiling.elements import words
+from fastkron_py.tiling.addresses import words
 
 
 @triton.jit

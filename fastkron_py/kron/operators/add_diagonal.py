@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fastkron_py.kron.checks import shape_of
+from fastkron_py.kron.checks import broadcast_batch, shape_of
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.operators.shifted import EQUAL, KRONECKER, VECTOR
-from fastkron_py.kron.shapes import broadcast_batch
 from fastkron_py.runtime.errors import value_error
 
 

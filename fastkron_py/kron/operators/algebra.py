@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from fastkron_py.kron.checks import Factor, is_identity, right_hand_side, shape_of
-from fastkron_py.kron.identity import Columns
+from fastkron_py.kron.checks import Factor, broadcast_batch, is_identity, right_hand_side, shape_of
+from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators.monomial import monomial
-from fastkron_py.kron.shapes import broadcast_batch
 from fastkron_py.runtime.errors import type_error, value_error
 
 _LINALG_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)

@@ -9,13 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.checks import Factor, factors_and_identities, is_identity, right_hand_side, shape_of
+from fastkron_py.kron.checks import (
+    Factor,
+    broadcast_batch,
+    check_factor_shapes,
+    factors_and_identities,
+    is_identity,
+    right_hand_side,
+    shape_of,
+)
 from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays, numbered
 from fastkron_py.kron.operators.modes import sum_matmul, terms
 from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_hermitian, combined, eigenbasis, reduced
 from fastkron_py.kron.operators.product import KroneckerProduct
-from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 

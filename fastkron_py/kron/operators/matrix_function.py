@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul_left
-from fastkron_py.kron.checks import right_hand_side
-from fastkron_py.kron.identity import Columns
+from fastkron_py.kron.checks import Shape, right_hand_side
+from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.lazy import LazyOperator
 from fastkron_py.kron.operators.pencil import Basis, check_positive, combined, eigenbasis, largest, rounding
 from fastkron_py.kron.operators.spectral import by_basis, scaled
-from fastkron_py.kron.shapes import Shape
 from fastkron_py.runtime.batching import batchable_one_by_one, vmap_by_sample
 from fastkron_py.runtime.eager import wants_gradient, without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error

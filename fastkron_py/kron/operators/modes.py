@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
-from fastkron_py.kron.checks import Factor, shape_of
+from fastkron_py.kron.checks import Factor, Shape, broadcast_batch, shape_of
 from fastkron_py.kron.operators.algebra import dense
-from fastkron_py.kron.shapes import Shape, broadcast_batch
 
 # Elements of x, from which on the passes that are spared take longer than making a small matrix: on CPUs, and on GPUs, where that is some
 # twenty microseconds of small launches (measured on an H200).

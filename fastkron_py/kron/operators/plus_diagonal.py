@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
-from fastkron_py.kron.checks import Factor, is_identity, right_hand_side
+from fastkron_py.kron.checks import Factor, Shape, broadcast_batch, is_identity, right_hand_side
 from fastkron_py.kron.operators import algebra, shifted
 from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
 from fastkron_py.kron.operators.lanczos import Probes, estimate
@@ -19,7 +19,6 @@ from fastkron_py.kron.operators.matrix_function import KroneckerFunction, square
 from fastkron_py.kron.operators.pencil import Basis
 from fastkron_py.kron.operators.shifted import EQUAL, KRONECKER, VECTOR, Shifted
 from fastkron_py.kron.operators.spectral import scaled
-from fastkron_py.kron.shapes import Shape, broadcast_batch
 from fastkron_py.runtime.arrays import plain_tensor
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error

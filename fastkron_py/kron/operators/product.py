@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
-from fastkron_py.kron.checks import factors_and_identities, is_identity, shape_of
+from fastkron_py.kron.checks import broadcast_batch, check_factor_shapes, factors_and_identities, is_identity, shape_of
 from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.add_diagonal import plus_diagonal
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays, check_dense_size, numbered
 from fastkron_py.kron.operators.masked import MaskedKroneckerProduct, masked
 from fastkron_py.kron.operators.matrix_function import KroneckerFunction, square_root
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
-from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul_left
-from fastkron_py.kron.identity import Columns
+from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.cg import Convergence, Stopping, conjugate_gradients
 from fastkron_py.kron.operators.implicit import linear_solve

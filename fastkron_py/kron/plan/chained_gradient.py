@@ -14,7 +14,7 @@ from itertools import combinations, permutations
 from typing import Final
 
 from fastkron_py.kron.families.fragments import SLICE, Bases, Bit, TileLayout, digits_of
-from fastkron_py.runtime.sizes import SECTOR_BYTES
+from fastkron_py.runtime.gpu import SECTOR_BYTES
 
 STEP_WIDTHS: Final = (16, 32, 64)
 GRADIENT_WIDTHS: Final = (16, 32, 64, 128)  # without dx

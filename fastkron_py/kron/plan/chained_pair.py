@@ -22,7 +22,7 @@ from typing import Final
 
 from fastkron_py.kron.families.fragments import SLICE, Bit, TileLayout, digits_of
 from fastkron_py.kron.plan.chained_gradient import REPEATED, Operand, operand_of, warp_lanes
-from fastkron_py.runtime.sizes import SECTOR_BYTES
+from fastkron_py.runtime.gpu import SECTOR_BYTES
 
 WIDTHS: Final = (16, 32)
 TILE: Final = 4096

@@ -14,8 +14,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import DOT_SIDE, padded
-from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 
 # Widest step of a fused kernel, and of a chain, in real numbers: beyond it the sums, operands and factors do not fit into registers.
 STEP_WIDTH: Final = 64

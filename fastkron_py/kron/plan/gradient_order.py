@@ -10,13 +10,19 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from fastkron_py.kron.families.one_mode import gradient_times, multiply_seconds
+from fastkron_py.kron.families import tile, torch_products, wgmma
 from fastkron_py.kron.plan.gradient import Group, Numbers, fused_cost
-from fastkron_py.kron.plan.mode import Mode
+from fastkron_py.kron.plan.steps import padded
+from fastkron_py.kron.planner import multiply_seconds
+from fastkron_py.kron.problem import LAUNCH, Mode, filled
 from fastkron_py.runtime.gpu import GPU
 
 _FUSED: Final = 0.6  # of `fused_cost`, which a launch takes on an H200
 _WORTH: Final = 0.95  # of the time of the order in memory, whose neighbours are multiplied in fewer launches
+# Shares of a GPU's rate that a gradient by the plain kernel reaches, measured on an H200, by bytes of an element.
+_GRADIENT_UNEVEN: Final = {2: 0.14, 4: 0.13, 8: 0.38}  # where blocks reach beyond the factor,
+_GRADIENT_SCATTERED: Final = {2: 0.05, 4: 0.065, 8: 0.39}  # and where blocks of slices are not one run
+_GRADIENT_START: Final = 3.9e-6  # seconds that its programs take at least
 
 
 class Whole(NamedTuple):
@@ -40,6 +46,32 @@ class Whole(NamedTuple):
     def itemsize(self) -> int:
         """Bytes of an element."""
         return math.prod(self.numbers)
+
+
+def best_gradient_algorithm(mode: Mode, has_wgmma: bool) -> str:
+    """The fastest of `gradient_times`."""
+    times = gradient_times(mode, has_wgmma)
+    return min(times, key=times.__getitem__)
+
+
+def gradient_times(mode: Mode, has_wgmma: bool) -> dict[str, float]:
+    """Seconds of each algorithm for a factor's gradient: "wgmma", "matmul" (of runs, then their sum), "copying" and "looped".
+
+    Args:
+        mode: the multiply that is differentiated.
+        has_wgmma: whether the kernel for Hopper may be used.
+    """
+    gpu = mode.gpu
+    share = (_GRADIENT_SCATTERED if mode.is_scattered else _GRADIENT_UNEVEN if mode.p % 64 or mode.q % 64 else tile.LOOPED)[mode.itemsize]
+    blocks = [filled(size, min(64, padded(size))) for size in (mode.p, mode.q)]
+    looped = mode.operations / (math.prod(blocks) * gpu.rate(mode.itemsize) / mode.passes * share)
+    times = {"looped": max(looped, mode.traffic(2.0)) + _GRADIENT_START + 2 * LAUNCH}
+    if has_wgmma:
+        times["wgmma"], _ = wgmma.gradient_config(mode)
+    times["matmul"] = torch_products.gradient_product_seconds(mode)
+    if torch_products.takes_copies(mode):
+        times["copying"] = torch_products.gradient_copying_seconds(mode)
+    return times
 
 
 def _size(group: Group, shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from fastkron_py.kron.families.one_mode import RESIDENT, multiply_seconds
+from fastkron_py.kron.families.tile import RESIDENT
 from fastkron_py.kron.plan.gradient import gradient_plan
 from fastkron_py.kron.plan.gradient_order import Whole, least_seconds
-from fastkron_py.kron.plan.mode import Mode
+from fastkron_py.kron.planner import multiply_seconds
+from fastkron_py.kron.problem import Mode
 from fastkron_py.runtime.gpu import GPU
 
 LEAST_BYTES: Final = 1 << 16  # of x: below, a pass is a launch either way

@@ -1,4 +1,4 @@
-"""What families of kernels see of a Kronecker multiply: its problem, segments of its factors, steps, and the launches that share them."""
+"""Steps of a Kronecker multiply, and the launches that share them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 # The smallest side of a tensor-core product in Triton.
 DOT_SIDE: Final = 16
 HALF_VECTOR: Final = 8  # elements of half types in the 16 bytes that a thread loads or stores at once
-LAUNCH_BYTES: Final = 12e6  # a launch costs about as much as moving them
 
 # Time that products in half types take, relative to the register-chained kernel, which takes both types as TF32 (measured on an H200).
 HALF: Final = 0.7
@@ -59,11 +58,13 @@ class Launch:
 
     Attributes:
         steps: see above.
-        family: the name of the kernels that run them (`families.registry`).
+        family: the name of the kernels that run them (`kron.families`).
+        config: of that family, one that was tuned, or torch's algorithm; None for that of the closed form.
     """
 
     steps: tuple[Step, ...]
     family: str = "tile"
+    config: Any = None
 
     @cached_property
     def start(self) -> int:
@@ -103,72 +104,6 @@ class Launch:
             width = width // s.p_pad * s.q_pad
             widest = max(widest, width)
         return widest * self.parts
-
-
-class PlanProblem(NamedTuple):
-    """Sizes and dtype that a plan depends on, besides the factors."""
-
-    itemsize: int  # bytes of a real number
-    rows: int  # products that share the factors: rows of x times batches, times the modes before
-    columns: int  # trailing columns R of the canonical form; above 1 no slice is one run of memory
-    chained: bool = False  # the register-chained kernel may be used
-    before: int = 1  # product of the modes that stand before the factors'
-    half: str = ""  # "float16" or "bfloat16" where tensor cores take it from shared memory
-    parts: int = 1  # real numbers of an element
-    whole_rows: bool = False  # rows may be copied whole, in half types
-    small_factors: bool = False  # the kernel for small factors may be used
-    families: tuple[str, ...] = ()  # that alone make offers; none for all
-
-    @property
-    def launch_cost(self) -> float:
-        """Modelled time of a launch for each row and column: as much as moving LAUNCH_BYTES."""
-        return LAUNCH_BYTES / (self.itemsize * self.parts) / max(1, self.rows * self.columns)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Neighbouring factors that one launch may multiply, for which families make offers.
-
-    Attributes:
-        ps: rows of all factors.
-        qs: columns of all factors.
-        start: the first factor.
-        stop: one past the last factor.
-        problem: sizes and dtype besides the factors.
-        widths: in real numbers, up to which neighbours may be multiplied out, outside of the register-chained kernel.
-        in_place: all launches leave modes in place, so that the last one may be of a family that holds whole slices.
-    """
-
-    ps: tuple[int, ...]
-    qs: tuple[int, ...]
-    start: int
-    stop: int
-    problem: PlanProblem
-    widths: Sequence[int]
-    in_place: bool
-
-    @cached_property
-    def last(self) -> bool:
-        """Whether nothing comes after its modes, so that a slice is one run of memory."""
-        return self.stop == len(self.ps) and self.problem.columns == 1
-
-    @cached_property
-    def outside(self) -> int:
-        """Slices for each row and column, as if everything later were done and everything earlier were not."""
-        return math.prod(self.ps[: self.start]) * math.prod(self.qs[self.stop :])
-
-    @cached_property
-    def after(self) -> int:
-        """Elements after its modes."""
-        return math.prod(self.qs[self.stop :]) * self.problem.columns
-
-    @cached_property
-    def moved(self) -> int:
-        """Elements that are read and written, for each row and column."""
-        return self.outside * (math.prod(self.ps[self.start : self.stop]) + math.prod(self.qs[self.start : self.stop]))
-
-
-Candidate = tuple[float, Launch]  # the modelled cost for each row and column, but for the launch itself, and the launch
 
 
 def narrow_half_share(launch: Launch, half: str, after: int) -> float | None:

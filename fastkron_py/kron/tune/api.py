@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,11 +19,73 @@ from fastkron_py.runtime.checks import DTYPES, check_integer, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.tune.compilers import Compilers
-    from fastkron_py.kron.tune.result import TuningProgress, TuningResult
+    from fastkron_py.kron.tune.choice import Choice, Problem
+    from fastkron_py.kron.tune.table import Entry
 
-BUDGET: Final = 60.0
-Report = Callable[["TuningProgress"], None]
+BUDGET: Final = 120.0  # seconds; one process compiles for two to five of them for each kernel
+
+
+@dataclass(frozen=True)
+class TuningProgress:
+    """How far a search is.
+
+    Attributes:
+        problem: the tuned problem.
+        trials: choices tried so far.
+        dropped: how many of them failed.
+        seconds: spent so far.
+        budget: seconds to spend.
+        default_seconds: time of the closed form's choice.
+        best_seconds: shortest time so far.
+    """
+
+    problem: Problem
+    trials: int
+    dropped: int
+    seconds: float
+    budget: float
+    default_seconds: float
+    best_seconds: float
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """The result of a search.
+
+    Attributes:
+        problem: that was tuned.
+        default_seconds: time of the closed form's choice.
+        best_seconds: time of the best choice, measured alternately with the closed form's.
+        choice: the best choice, or None where nothing was clearly faster than the closed form.
+        trials: how many choices were tried.
+        dropped: those that failed, each as (choice, reason).
+        seconds: that the search took.
+        saved: whether the result was written to the user's table.
+    """
+
+    problem: Problem
+    default_seconds: float
+    best_seconds: float
+    choice: Choice | None
+    trials: int
+    dropped: tuple[tuple[str, str], ...]
+    seconds: float
+    saved: bool = False
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as the closed form the best choice is."""
+        return self.default_seconds / self.best_seconds
+
+    @property
+    def entry(self) -> Entry:
+        """The result as an entry of a table."""
+        from fastkron_py.kron.tune.table import Entry
+
+        return Entry(self.problem, self.choice, round(self.default_seconds * 1e6, 3), round(self.best_seconds * 1e6, 3))
+
+
+Report = Callable[[TuningProgress], None]
 
 
 def tune(
@@ -40,10 +102,11 @@ def tune(
 ) -> TuningResult:
     """Search for the fastest launches for Kronecker products of this problem, and use them from now on.
 
-    Calls multiply with launches chosen by a closed form, which times nothing; this times others. Candidates are compiled
-    in several processes, their results are compared with the closed form's, and where one is clearly faster, later calls of
-    the same problem take it: in this process at once, and in every later one, since it is written to the user's table
-    (``FASTKRON_CACHE_DIR``, else the system's place for caches; ``FASTKRON_TUNING=off`` ignores all tables).
+    Calls multiply with launches chosen by a closed form, which times nothing; this times others: the planner's best plans, those of
+    each family of kernels, and other configurations of the fastest ones. Their results are compared with the closed form's, and where
+    one is clearly faster, later calls of the same problem take it: in this process at once, and in every later one, since it is written
+    to the user's table (``FASTKRON_CACHE_DIR``, else the system's place for caches; ``FASTKRON_TUNING=off`` ignores all tables).
+    A search that is interrupted (Ctrl-C) keeps what it has found faster by then.
 
     A problem is the factor shapes, dtype, precision, device and number of rows, to the nearest power of two. Give it by example,
     or by numbers.
@@ -56,7 +119,7 @@ def tune(
         precision: as in `kron_matmul`.
         dtype: where x is a number: float32 unless given.
         device: where x is a number: the current CUDA device unless given, or the CPU where there is none.
-        budget: seconds to spend, about. Compiling takes most of them; 60 is enough for most problems.
+        budget: seconds to spend, about. Compiling takes most of them; a few dozen choices are tried at most.
         progress: show it on a terminal's standard error; or a function that is called after every trial.
         save: write the result to the user's table.
 
@@ -67,6 +130,7 @@ def tune(
         TypeError: an argument of the wrong type.
         ValueError: shapes that do not chain, a budget that is not positive, or a device or dtype that Triton kernels do not
             take (they need a GPU, or Triton's interpreter with ``TRITON_INTERPRET=1``, where times mean little).
+        KeyboardInterrupt: the search was interrupted.
 
     Example:
         >>> fastkron_py.tune(1024, [8] * 5)  # doctest: +SKIP
@@ -80,35 +144,32 @@ def tune(
         raise value_error("budget", "a positive number of seconds", budget)
     if not isinstance(progress, bool) and not callable(progress):
         raise type_error("progress", "True, False or a function", type_name(progress))
-    with compilers(x4.device) as compiling:
-        if not isinstance(progress, bool):
-            return run(x4, matrices, precision, budget, progress, save, compiling)
-        line = _Line() if progress and sys.stderr.isatty() else None
-        try:
-            return run(x4, matrices, precision, budget, line or (lambda _: None), save, compiling)
-        finally:
-            if line is not None:
-                line.end()
+    if not isinstance(progress, bool):
+        return run(x4, matrices, precision, budget, progress, save)
+    line = _Line() if progress and sys.stderr.isatty() else None
+    try:
+        return run(x4, matrices, precision, budget, line or (lambda _: None), save)
+    finally:
+        if line is not None:
+            line.end()
 
 
-def compilers(device: torch.device) -> Compilers:
-    """Processes that compile for a device, to be used for several `run`s."""
-    from fastkron_py.kron.tune import search
+def run(x4: Tensor, matrices: Sequence[Tensor], precision: str | None, budget: float, report: Report, save: bool) -> TuningResult:
+    """Tune for checked operands in canonical form (see `example`).
 
-    return search.compilers(device)
+    Raises:
+        KeyboardInterrupt: after a faster choice, if one was found by then, was kept.
+    """
+    from fastkron_py.kron.tune import search, table
 
-
-def run(
-    x4: Tensor, matrices: Sequence[Tensor], precision: str | None, budget: float, report: Report, save: bool, compiling: Compilers
-) -> TuningResult:
-    """Tune for checked operands in canonical form (see `example`)."""
-    from fastkron_py.kron.tune import cache, search, table
-
-    result = search.search(x4, matrices, precision, float(budget), compiling, report)
-    path = cache.cache_file() if save else None
-    result = replace(result, saved=path is not None and cache.merge(path, [result.entry]))
-    table.remember(result.entry)
-    CACHE.forget()
+    result, is_interrupted = search.search(x4, matrices, precision, float(budget), report)
+    if not is_interrupted or result.choice is not None:
+        path = table.cache_file() if save else None
+        result = replace(result, saved=path is not None and table.merge(path, [result.entry]))
+        table.remember(result.entry)
+        CACHE.forget()
+    if is_interrupted:
+        raise KeyboardInterrupt
     return result
 
 

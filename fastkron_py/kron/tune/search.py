@@ -1,4 +1,4 @@
-"""The search for a faster choice: candidates compiled in other processes, checked, and timed here."""
+"""The search for faster launches: the planner's best plans, and what families offer for each launch, checked and timed on the device."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from triton import knobs
-from triton.runtime import driver
 
-from fastkron_py.kron.forward import Planned, is_mergeable, launches_of, multiply_problem, with_whole_rows
-from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.scale import Scale
-from fastkron_py.kron.tune.candidates import neighbours, starting_points
-from fastkron_py.kron.tune.choice import Choice
-from fastkron_py.kron.tune.compilers import Compiled, Compilers
-from fastkron_py.kron.tune.result import TuningProgress, TuningResult
+from fastkron_py.kron import problem as problems
+from fastkron_py.kron.canonical import Scale
+from fastkron_py.kron.families import BY_NAME, TUNABLE, family_of, offers
+from fastkron_py.kron.forward import is_mergeable, launches_of, multiply_problem, with_whole_rows
+from fastkron_py.kron.plan.steps import Launch
+from fastkron_py.kron.planner import choose, plans, segment_of
+from fastkron_py.kron.tune.api import TuningProgress, TuningResult
+from fastkron_py.kron.tune.choice import WIDTHS, Choice, TunedLaunch, is_offered, obstacle, problem_of
 from fastkron_py.kron.tune.table import lookup
-from fastkron_py.kron.tune.tuned import problem_of
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.precision import resolved
@@ -32,24 +32,15 @@ FLUSH_BYTES: Final = 256 << 20  # more than any GPU's L2 cache
 ROUNDS: Final = (3, 20)  # fewest and most calls behind a time
 ROUNDS_SECONDS: Final = 0.05
 TOO_SLOW: Final = 1.5  # a first call that takes this many times the best so far is the last
-STACK_MOST: Final = 1024  # bytes spilled by a thread beyond which a kernel is not even timed
-TRIALS_MOST: Final = 250
+TRIALS_MOST: Final = 60
 WORTH: Final = 0.98  # of the closed form's time: more is noise, and the closed form stays
-NEAR: Final = 1.1  # choices up to this many times the best time get their neighbours tried
-PATIENCE: Final = 3  # choices in a row whose neighbours bring nothing
+PLANS: Final = 4  # of all families together, by modelled time
+REFINED: Final = 2  # of the fastest plans, whose launches are changed one by one
 FINALISTS: Final = 3
 
 
 class DroppedError(Exception):
-    """A candidate that does not get a time; its text says why."""
-
-
-def compilers(device: torch.device) -> Compilers:
-    """Processes that compile for a device."""
-    if device.type != "cuda":
-        return Compilers(None, 1)
-    with torch.cuda.device(device):
-        return Compilers(driver.active.get_current_target())
+    """A choice that does not get a time; its text says why."""
 
 
 class Timer:
@@ -73,14 +64,6 @@ class Timer:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
-    def median(self, call: Callable[[], Any], give_up: float = float("inf")) -> float:
-        """The median time of several calls, or that of the first where it is above give_up."""
-        first = self(call)
-        if first > give_up:
-            return first
-        count = min(max(int(ROUNDS_SECONDS / max(first, 1e-9)), ROUNDS[0]), ROUNDS[1])
-        return statistics.median([first, *(self(call) for _ in range(count - 1))])
-
 
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
@@ -97,6 +80,68 @@ def _poisoned() -> Iterator[None]:
         memory.fill_uninitialized_memory = filling
 
 
+# ---- what is tried ---------------------------------------------------------------------------
+
+
+def closed_form(multiply: problems.Problem) -> Choice:
+    """The launches that a call takes without tuning."""
+    return Choice(tuple(map(TunedLaunch.of, choose(multiply).launches)))
+
+
+def whole_plans(multiply: problems.Problem) -> list[Choice]:
+    """The closed form's plan in both orders, the best few of all families together, and the best of each family by itself."""
+    closed = closed_form(multiply)
+    found = [closed, Choice(closed.launches[::-1])]
+    for names, keep in (((), PLANS), *[((name,), 1) for name in BY_NAME]):
+        with contextlib.suppress(ValueError):  # a family that does not take some of the factors
+            made = plans(replace(multiply, families=names), keep, WIDTHS)
+            found += [Choice(tuple(map(TunedLaunch.of, launches))) for _, launches in made]
+    return list(dict.fromkeys(found))
+
+
+def alternatives(multiply: problems.Problem, choice: Choice, number: int) -> list[Choice]:
+    """Choices with another launch in place of one: of each family that offers one, as it is and with the family's configurations.
+
+    Equal launches of equal factors change together.
+    """
+    factors = multiply.shapes
+    chosen, wanted = choice.launches[number], _signature(choice.launches[number], factors)
+    problem = launches_of(multiply, choice)[number]
+    found = list[TunedLaunch]()
+    for each in dict.fromkeys([replace(chosen, config=None), *_offered(multiply, problem.launch)]):
+        tunable = TUNABLE.get(each.family)
+        configs = () if tunable is None else tunable.choices(replace(problem, launch=each.as_launch(factors)))
+        found += [each, *[replace(each, config=config) for config in configs]]
+    return [
+        Choice(tuple([_moved(each, old.start) if _signature(old, factors) == wanted else old for old in choice.launches])) for each in found
+    ]
+
+
+def _offered(multiply: problems.Problem, launch: Launch) -> list[TunedLaunch]:
+    """The launch of least modelled time that each family offers for the factors of a launch."""
+    found = []
+    for name in BY_NAME:
+        segment = segment_of(replace(multiply, families=(name,)), launch.start, launch.stop, WIDTHS, bool(multiply.half))
+        offer = offers(segment).get(name, "")
+        if not isinstance(offer, str):
+            found.append(TunedLaunch.of(min(offer, key=lambda candidate: candidate[0])[1].shifted(launch.start)))
+    return found
+
+
+def _moved(launch: TunedLaunch, start: int) -> TunedLaunch:
+    """The same launch of factors from start on."""
+    shift = start - launch.start
+    return replace(launch, steps=tuple([(first + shift, stop + shift) for first, stop in launch.steps]))
+
+
+def _signature(launch: TunedLaunch, factors: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
+    """All that a launch is, but for where its factors stand."""
+    return _moved(launch, 0), factors[launch.start : launch.steps[-1][1]]
+
+
+# ---- trials ----------------------------------------------------------------------------------
+
+
 class Search:
     """One problem's search. Times are kept for every choice that got one.
 
@@ -105,7 +150,6 @@ class Search:
         factors: ``[B, P_i, Q_i]``.
         precision: as in `kron_matmul`.
         budget: seconds to spend.
-        compiling: processes for it.
         report: called after every trial.
 
     Raises:
@@ -113,92 +157,50 @@ class Search:
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        factors: Sequence[Tensor],
-        precision: str | None,
-        budget: float,
-        compiling: Compilers,
-        report: Callable[[TuningProgress], None],
+        self, x: Tensor, factors: Sequence[Tensor], precision: str | None, budget: float, report: Callable[[TuningProgress], None]
     ) -> None:
-        self.x, self.factors = x, factors
-        self.multiply = multiply_problem(x, factors, x.device, resolved(precision))
-        problem = problem_of(self.multiply)
+        self.start, self.budget, self.report = time.perf_counter(), budget, report
+        self.tensors = (x, *factors)
+        multiply = multiply_problem(x, factors, x.device, resolved(precision))
+        build = Builder(self.tensors)
+        self.multiply = with_whole_rows(multiply, lambda: build.is_aligned(build.inputs[0]))
+        problem = problem_of(self.multiply, x.device)
         if problem is None:
             raise ValueError(f"a multiply of {len(factors)} factors of {x.dtype} is not tuned")
         self.problem = problem
-        self.budget, self.start = budget, time.perf_counter()
-        self.compiling, self.report = compiling, report
         self.timer = Timer(x.device)
-        self.most_shared = _most_shared(x.device)
-        self.times: dict[Choice, float] = {}
         self.tried: set[Choice] = set()
         self.dropped: list[tuple[str, str]] = []
-        self.default, _ = self.program(None)
+        self.closed = closed_form(self.multiply)
+        self.programs = {self.closed: self.program(None)}
         with _poisoned():
-            self.expected = self.call(self.default)
-        self.default_seconds = self.timer.median(lambda: self.call(self.default))
+            self.expected = self.call(self.closed)
+        self.times = {self.closed: statistics.median([self.timer(lambda: self.call(self.closed)) for _ in range(ROUNDS[0])])}
+        self.default_seconds = self.times[self.closed]
 
-    def program(self, choice: Choice | None) -> tuple[Program, list[Planned]]:
-        """The product by a choice, or by the closed form, and its launches."""
-        build = Builder((self.x, *self.factors))
-        y, *factors = build.inputs
-        launches = launches_of(with_whole_rows(self.multiply, lambda: build.is_aligned(y)), choice)
-        for launch in launches:
-            x, y = y, build.empty(launch.shape, self.x.dtype)
-            launch.add(build, x, factors, None, y, Scale())
-        return build.program([y]), launches
-
-    def call(self, program: Program) -> Tensor:
-        """The product, with alpha 1 and beta 0."""
-        return program((self.x, *self.factors))[0]
-
-    def left(self) -> float:
-        """Seconds of the budget that are left."""
-        return self.budget - (time.perf_counter() - self.start)
-
-    @property
-    def best_seconds(self) -> float:
-        """The shortest time so far."""
-        return min(self.times.values(), default=self.default_seconds)
-
-    def try_all(self, choices: Sequence[Choice]) -> None:
-        """Compile, check and time choices, as far as the budget goes."""
-        fresh = [choice for choice in dict.fromkeys(choices) if choice not in self.tried][: TRIALS_MOST - len(self.tried)]
-        for compiled in self.compiling.compile(self.multiply, fresh, self.left()):
-            self.tried.add(compiled.choice)
-            try:
-                self.times[compiled.choice] = self.trial(compiled)
-            except DroppedError as reason:
-                self.dropped.append((str(compiled.choice), str(reason)))
-            self._tell()
-            if self.left() <= 0:
-                break
-
-    def trial(self, compiled: Compiled) -> float:
-        """The time of a choice.
+    def program(self, choice: Choice | None) -> Program:
+        """The product by a choice, or by the closed form.
 
         Raises:
-            DroppedError: it does not compile, asks for more than the device has, spills, or is wrong.
+            DroppedError: the device has not what the choice asks for.
         """
-        if compiled.error is not None:
-            raise DroppedError(compiled.error)
-        if compiled.shared > self.most_shared:
-            raise DroppedError(f"asks for {compiled.shared} bytes of shared memory, more than the device's {self.most_shared}")
-        if compiled.stack > STACK_MOST:
-            raise DroppedError(f"spills {compiled.stack} bytes a thread")
-        program, launches = self.program(compiled.choice)
-        try:
+        build = Builder(self.tensors)
+        y, *factors = build.inputs
+        launches = launches_of(self.multiply, choice)
+        for launch in launches:
+            y = family_of(launch.launch).add(build, launch, y, factors, None, build.empty(launch.result_shape, y.dtype), Scale())
+        program = build.program([y])
+        if choice is not None:
             with _poisoned():
-                y = self.call(program)
-            self._wait()
-        except Exception as error:
-            self._wait()  # a device that is lost for good says so here, and the search ends
-            raise DroppedError(f"{type(error).__name__}: {str(error)[:200]}") from error
-        if any(launch.fell_back for launch in launches):
-            raise DroppedError("asks for more than the device has")
-        self.check(y)
-        return self.timer.median(lambda: self.call(program), TOO_SLOW * self.best_seconds)
+                found = program(self.tensors)[0]
+            if any(launch.fell_back for launch in launches):
+                raise DroppedError("asks for more than the device has")
+            self.check(found)
+        return program
+
+    def call(self, choice: Choice) -> Tensor:
+        """The product, with alpha 1 and beta 0."""
+        return self.programs[choice](self.tensors)[0]
 
     def check(self, y: Tensor) -> None:
         """Refuse a result that differs from the closed form's by more than the roundings of both; overwrites y.
@@ -206,81 +208,104 @@ class Search:
         Raises:
             DroppedError: it does.
         """
-        dtype = torch.float16 if self.x.dtype == torch.float32 and self.multiply.precision != "highest" else self.x.dtype
-        bounds = tolerances(dtype, 2 * len(self.factors))  # multiplied out, a factor may be rounded once more
-        error = y.sub_(self.expected)
+        half = self.multiply.dtype == torch.float32 and self.multiply.precision != "highest"
+        bounds = tolerances(torch.float16 if half else y.dtype, 2 * len(self.problem.factors))  # merged, a factor may be rounded once more
+        error, wide = y.sub_(self.expected), torch.promote_types(y.dtype, torch.float32)
         for order, bound, norm in ((2, bounds[0], "RMS"), (float("inf"), bounds[1], "largest")):
-            size = float(torch.linalg.vector_norm(self.expected.flatten(), order, dtype=_wide(self.x.dtype)))
-            off = float(torch.linalg.vector_norm(error.flatten(), order, dtype=_wide(self.x.dtype)))
+            size, off = (float(torch.linalg.vector_norm(t.flatten(), order, dtype=wide)) for t in (self.expected, error))
             if not off <= 2 * bound * size:  # NaN is no better than a large error
                 raise DroppedError(f"wrong: {norm} error {off / size if size else off:.2g}, allowed {2 * bound:.2g}")
 
-    def run(self) -> TuningResult:
-        """Search until the budget is spent or nothing near the best gets better."""
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.budget - (time.perf_counter() - self.start)
+
+    def run(self) -> None:
+        """Time plans, then the launches of the fastest ones, then the fastest of all again."""
         self._tell()
         known = lookup(self.problem)
-        chained = kernels.has_chained(self.multiply.device, self.multiply.dtype)
-        self.try_all([*starting_points(self.problem, chained, devices.gpu_of(self.x.device)), *([] if known is None else [known])])
-        expanded: set[Choice] = set()
-        patience = PATIENCE
-        while self.left() > 0 and patience and len(self.tried) < TRIALS_MOST:
-            best = self.best_seconds
-            near = [c for c, seconds in self.times.items() if c not in expanded and seconds <= NEAR * best]
-            if not near:
-                break
-            following = min(near, key=self.times.__getitem__)
-            expanded.add(following)
-            self.try_all(neighbours(following, self.problem))
-            patience = PATIENCE if self.best_seconds < WORTH * best else patience - 1
-        return self._decide()
+        self.try_all([*([] if known is None else [known]), *whole_plans(self.multiply)])
+        for choice in sorted(self.times, key=self.times.__getitem__)[:REFINED]:
+            self.refine(choice)
+        finalists = sorted(self.times, key=self.times.__getitem__)[:FINALISTS]
+        self.times = self.interleaved(list(dict.fromkeys([self.closed, *finalists])), 4 * ROUNDS_SECONDS)
 
-    def _decide(self) -> TuningResult:
-        """Time the fastest again, alternately with the closed form, while nothing is compiled."""
-        best = sorted(self.times, key=self.times.__getitem__)[:FINALISTS]
-        contenders = {None: self.default} | {choice: self.program(choice)[0] for choice in best}
-        taken: dict[Choice | None, list[float]] = {choice: [] for choice in contenders}
-        for program in contenders.values():
-            self.call(program)
-        for _ in range(min(max(int(ROUNDS_SECONDS * 4 / max(self.best_seconds, 1e-9)), ROUNDS[0]), ROUNDS[1])):
-            for choice, program in contenders.items():
-                taken[choice].append(self.timer(lambda program=program: self.call(program)))  # type: ignore[misc]
-        medians = {choice: statistics.median(times) for choice, times in taken.items()}
-        winner = min(medians, key=medians.__getitem__)
-        if medians[winner] > WORTH * medians[None]:
-            winner = None
+    def refine(self, choice: Choice) -> None:
+        """Change one launch of a choice after the other, each for the fastest that is tried in its place."""
+        for number in range(len(choice.launches)):
+            found = [choice, *alternatives(self.multiply, choice, number)]
+            self.try_all(found)
+            choice = min([c for c in found if c in self.times], key=self.times.__getitem__)
+
+    def try_all(self, choices: Sequence[Choice]) -> None:
+        """Compile, check and time choices, as far as the budget goes."""
+        for choice in choices:
+            if choice in self.tried or choice == self.closed or not self._is_valid(choice):
+                continue
+            if self.left() <= 0 or len(self.tried) >= TRIALS_MOST:
+                return
+            try:
+                self.times[choice] = self.trial(choice)
+            except DroppedError as reason:
+                self.dropped.append((str(choice), str(reason)))
+            self.tried.add(choice)
+            self._tell()
+
+    def _is_valid(self, choice: Choice) -> bool:
+        return obstacle(choice, self.problem) is None and is_offered(choice, self.problem.factors, self.multiply)
+
+    def trial(self, choice: Choice) -> float:
+        """The time of a choice, by that of the closed form at the same time.
+
+        Raises:
+            DroppedError: it does not compile, asks for more than the device has, or is wrong.
+        """
+        try:
+            self.programs[choice] = self.program(choice)
+            self._wait()
+        except DroppedError:
+            raise
+        except Exception as error:
+            self._wait()  # a device that is lost for good says so here, and the search ends
+            raise DroppedError(f"{type(error).__name__}: {str(error)[:200]}") from error
+        first = self.timer(lambda: self.call(choice))
+        if first > TOO_SLOW * min(self.times.values()):
+            return first
+        taken = self.interleaved([self.closed, choice], ROUNDS_SECONDS)
+        return taken[choice] * self.default_seconds / taken[self.closed]
+
+    def interleaved(self, choices: Sequence[Choice], seconds: float) -> dict[Choice, float]:
+        """The median time of each choice, called in turns, for about this many seconds each."""
+        taken: dict[Choice, list[float]] = {choice: [] for choice in choices}
+        for _ in range(min(max(int(seconds / max(self.default_seconds, 1e-9)), ROUNDS[0]), ROUNDS[1])):
+            for choice, times in taken.items():
+                times.append(self.timer(lambda choice=choice: self.call(choice)))  # type: ignore[misc]
+        return {choice: statistics.median(times) for choice, times in taken.items()}
+
+    def result(self) -> TuningResult:
+        """The fastest of the choices that have a time, or the closed form's where none is clearly faster."""
+        default = self.times[self.closed]
+        winner = min(self.times, key=self.times.__getitem__)
+        best = self.times[winner]
+        choice = winner if best <= WORTH * default else None
         spent = time.perf_counter() - self.start
-        return TuningResult(self.problem, medians[None], medians[winner], winner, len(self.tried), tuple(self.dropped), spent)
+        return TuningResult(self.problem, default, default if choice is None else best, choice, len(self.tried), tuple(self.dropped), spent)
 
     def _tell(self) -> None:
-        spent = time.perf_counter() - self.start
-        best = min(self.best_seconds, self.default_seconds)
+        spent, best = time.perf_counter() - self.start, min(self.times.values())
         self.report(TuningProgress(self.problem, len(self.tried), len(self.dropped), spent, self.budget, self.default_seconds, best))
 
     def _wait(self) -> None:
-        if self.x.device.type == "cuda":
-            torch.cuda.synchronize(self.x.device)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _most_shared(device: torch.device) -> int:
-    """Bytes of shared memory that a program can have."""
-    if device.type != "cuda":
-        return 0
-    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+        if self.tensors[0].is_cuda:
+            torch.cuda.synchronize(self.tensors[0].device)
 
 
 def search(
-    x: Tensor,
-    factors: Sequence[Tensor],
-    precision: str | None,
-    budget: float,
-    compiling: Compilers,
-    report: Callable[[TuningProgress], None],
-) -> TuningResult:
-    """Find the fastest choice for products like x times these factors; arguments as in `Search`.
+    x: Tensor, factors: Sequence[Tensor], precision: str | None, budget: float, report: Callable[[TuningProgress], None]
+) -> tuple[TuningResult, bool]:
+    """Find the fastest choice for products like x times these factors, and say whether an interrupt (Ctrl-C) ended the search.
+
+    Arguments as in `Search`.
 
     Raises:
         RuntimeError: x is on the CPU and Triton does not interpret.
@@ -289,4 +314,9 @@ def search(
     if x.device.type != "cuda" and not knobs.runtime.interpret:
         raise RuntimeError("Triton was imported without TRITON_INTERPRET=1, so that it cannot run kernels on the CPU")
     with devices.on_device(x), torch.no_grad():
-        return Search(x if is_mergeable(x) else x.contiguous(), factors, precision, budget, compiling, report).run()
+        found = Search(x if is_mergeable(x) else x.contiguous(), factors, precision, budget, report)
+        try:
+            found.run()
+        except KeyboardInterrupt:
+            return found.result(), True
+        return found.result(), False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from unittest import mock
 
 import pytest
@@ -13,8 +12,8 @@ import torch.distributed as dist
 from rank_pool import RankPool
 
 from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid, api, kron_matmul, plan
-from fastkron_py.distributed.group.agreement import LOCAL, Agreement, agree, compare
-from fastkron_py.distributed.group.failures import pack_error, rank_text, unpack_error
+from fastkron_py.distributed.group.agreement import agree
+from fastkron_py.distributed.group.failures import rank_text
 
 SAME = {"call": "kron_matmul", "factors": [[8, 8], [8, 8]], "dtype": "float32"}
 
@@ -73,74 +72,17 @@ def meet_error(kind, failing):
     agree(ProcessGrid(), look())
 
 
-@pytest.mark.parametrize("kind", ["ValueError", "TypeError", "OutOfMemoryError"])
-def test_what_one_rank_met_is_raised_by_all(ranks: RankPool, kind: str) -> None:
-    for outcome in ranks.outcomes(meet_error, kind, [1]):
-        assert outcome.error == kind
-        assert outcome.message == "x: expected a tensor on cpu; got meta (on rank 1)"
-
-
-def test_what_all_ranks_met_names_none(ranks: RankPool) -> None:
-    for outcome in ranks.outcomes(meet_error, "ValueError", list(range(8))):
-        assert (outcome.error, outcome.message) == ("ValueError", "x: expected a tensor on cpu; got meta")
-
-
-def test_different_errors(ranks: RankPool) -> None:
-    for outcome in ranks.outcomes(meet_error, "ValueError", [0, 1]):
-        assert outcome.message == "x: expected a tensor on cpu; got meta0 (on rank 0; other errors on rank 1)"
-
-
-def test_an_unknown_error_keeps_its_name() -> None:
-    error = unpack_error(pack_error(KeyError("lost")))
-    assert type(error) is RuntimeError
-    assert str(error) == "KeyError: 'lost'"
-
-
-def overlap():
-    grid = ProcessGrid()
-    agreement = Agreement(grid, SAME, local=(dist.get_rank(),))
-    work = torch.ones(64, 64) @ torch.ones(64, 64)
-    assert work[0, 0] == 64
-    return [row[0] for row in agreement.settle()]
-
-
-def test_local_work_goes_on_during_a_check(ranks: RankPool) -> None:
-    assert ranks.run(overlap) == [list(range(ranks.world_size))] * ranks.world_size
-
-
-def too_many_numbers():
-    Agreement(ProcessGrid(), SAME, local=range(LOCAL + 1))
-
-
-def test_too_many_numbers(ranks: RankPool) -> None:
-    for outcome in ranks.outcomes(too_many_numbers):
-        assert (outcome.error, outcome.message) == ("ValueError", "local: expected at most 4 numbers; got 5")
-
-
-def overtake():
-    """Rank 0 is late by more than other calls take; the checks of two grids do not meet."""
-    first, second = ProcessGrid(), ProcessGrid((1, dist.get_world_size()))
-    if dist.get_rank() == 0:
-        time.sleep(0.2)
-    agree(first, SAME)
-    agree(second, {"call": "other"})
-    return True
-
-
-def test_a_late_rank_is_waited_for(ranks: RankPool) -> None:
-    assert all(ranks.run(overtake))
-
-
-def test_compare_takes_the_first_field_that_differs() -> None:
-    contents = [{"fields": {"a": 1, "b": 2}}, {"fields": {"a": 1, "b": 3}}, {"fields": {"a": 1, "b": 2}}]
-    error = compare(contents, [4, 5, 9])
-    assert isinstance(error, ValueError)
-    assert str(error) == "b: expected the same on every rank; got 2 on ranks 4, 9; 3 on rank 5"
-
-
-@pytest.mark.parametrize(("ranks", "text"), [([3], "rank 3"), ([2, 0, 1], "ranks 0-2"), ([0, 2, 3, 7], "ranks 0, 2-3, 7")])
-def test_ranks_in_few_words(ranks: list[int], text: str) -> None:
-    assert rank_text(ranks) == text
+@pytest.mark.parametrize(
+    ("kind", "failing", "shown"),
+    [
+        *((kind, [1], " (on rank 1)") for kind in ("ValueError", "TypeError", "OutOfMemoryError")),
+        ("ValueError", range(8), ""),
+        ("ValueError", [0, 1], "0 (on rank 0; other errors on rank 1)"),
+    ],
+)
+def test_what_ranks_met_is_raised_by_all(ranks: RankPool, kind: str, failing: list[int], shown: str) -> None:
+    for outcome in ranks.outcomes(meet_error, kind, failing):
+        assert (outcome.error, outcome.message) == (kind, f"x: expected a tensor on cpu; got meta{shown}")
 
 
 # ---- what calls compare ------------------------------------------------------------------------

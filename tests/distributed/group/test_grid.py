@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool, assert_refused
+from rank_pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -78,15 +78,6 @@ def test_without_a_shape_each_rank_is_a_row(ranks: RankPool) -> None:
     assert [i["row"] for i in ranks.run(place, None)] == list(range(ranks.world_size))
 
 
-def same_groups():
-    first, second = ProcessGrid((1, dist.get_world_size())), ProcessGrid((1, dist.get_world_size()))
-    return first.row_group is second.row_group and first.control is second.control
-
-
-def test_grids_of_the_same_ranks_share_groups(ranks: RankPool) -> None:
-    assert all(ranks.run(same_groups))
-
-
 def grids_of_slices():
     """A mesh's slice is another object each time, and its grid the same."""
     size = dist.get_world_size()
@@ -99,14 +90,6 @@ def test_slices_of_a_mesh_share_a_grid(ranks: RankPool) -> None:
     assert set(ranks.run(grids_of_slices)) == {(1, True)}
 
 
-def on_cpu_0():
-    return str(ProcessGrid(device="cpu:0").device)
-
-
-def test_the_cpu_has_no_number(ranks: RankPool) -> None:
-    assert set(ranks.run(on_cpu_0)) == {"cpu"}
-
-
 def versions():
     with mock.patch.object(fastkron_py, "__version__", f"0.{int(dist.get_rank() == 1)}"):
         ProcessGrid()
@@ -117,14 +100,6 @@ def test_versions_that_differ(ranks: RankPool) -> None:
     for outcome in ranks.outcomes(versions):
         assert outcome.error == "ValueError"
         assert outcome.message == f'version of fastkron_py: expected the same on every rank; got "0.0" on {others}; "0.1" on rank 1'
-
-
-def of_a_mesh_and_private():
-    ProcessGrid(ProcessGrid().mesh, private=True)
-
-
-def test_a_mesh_brings_its_groups(ranks: RankPool) -> None:
-    assert_refused(ranks.outcomes(of_a_mesh_and_private), "ValueError", "private: expected False with a mesh, whose groups are used")
 
 
 def over_another_of_two():

@@ -20,9 +20,9 @@ from launchers import HERE, JOB, LAUNCHERS, MPIEXEC, NO_MPI, start
 from rank_pool import TIMEOUT, RankPool
 
 from fastkron_py.distributed import ProcessGrid, init_process_group
-from fastkron_py.distributed.group.bootstrap import _exchange, _report, judge
+from fastkron_py.distributed.group.bootstrap import judge
 from fastkron_py.distributed.group.failures import pack_error
-from fastkron_py.distributed.group.launchers import Launch, find_launch, first_host
+from fastkron_py.distributed.group.launchers import find_launch
 
 
 def reports(result: subprocess.CompletedProcess[str]) -> list[dict]:
@@ -90,26 +90,25 @@ def test_mpiexec_ends_when_a_rank_raises() -> None:
     assert "ValueError: only here" in result.stderr
 
 
-def test_mpirun_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_mpirun_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(RuntimeError, match=r"mpirun started this process, and mpi4py or its MPI library cannot be loaded; install both"):
         find_launch(1.0)
 
 
-def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError, match="expected an integer in the environment variable RANK; got 'one'"):
-        find_launch(1.0)
-
-
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
 
 
+@pytest.mark.usefixtures("no_launcher")
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -120,9 +119,6 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_
     ],
 )
 def test_variables_that_are_missing(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(LAUNCHERS):
-            monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=message):
@@ -140,25 +136,11 @@ def test_an_allocation_without_srun() -> None:
     assert "rank 0 of 1 on cpu, backend gloo, started by single" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [("gpu[007-012,20],cpu1", "gpu007"), ("a1,b2", "a1"), ("rack2-n[3]", "rack2-n3"), ("n1", "n1"), ("a-[1,3]-x", "a-1-x")],
-)
-def test_first_host_of_a_slurm_list(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
-
-
 # ---- what ranks refuse alike ---------------------------------------------------------------------
 
 
 def report(**changes: object) -> dict:
     return {"error": None, "WORLD_SIZE": 4, "host": "a", "backend": "nccl", "nccl": True, "gpus": 4, "uuid": "0", "timeout": 60.0} | changes
-
-
-def test_judge_accepts_what_works() -> None:
-    assert judge([report(uuid=str(i)) for i in range(4)]) is None
-    assert judge([report(uuid="0", host=h, gpus=1) for h in "abc"]) is None
-    assert judge([report(backend="gloo", nccl=False, gpus=0, uuid="")] * 3) is None
 
 
 @pytest.mark.parametrize(
@@ -223,15 +205,11 @@ def test_nccl_without_a_gpu() -> None:
         pool.stop()
 
 
-@pytest.mark.parametrize(
-    ("timeout", "kind"), [("long", TypeError), (True, TypeError), (0, ValueError), (timedelta(0), ValueError), (float("inf"), ValueError)]
-)
-def test_a_wrong_timeout_alone(timeout: object, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(LAUNCHERS):
-            monkeypatch.delenv(name)
-    with pytest.raises(kind, match="timeout: expected"):
-        init_process_group("gloo", timeout=timeout)  # type: ignore[arg-type]
+@pytest.mark.usefixtures("no_launcher")
+def test_a_wrong_timeout_alone() -> None:
+    for timeout, kind in (("long", TypeError), (True, TypeError), (0, ValueError), (timedelta(0), ValueError), (float("inf"), ValueError)):
+        with pytest.raises(kind, match="timeout: expected"):
+            init_process_group("gloo", timeout=timeout)  # type: ignore[arg-type]
 
 
 def start_with_one_missing(slurm, port, folder):
@@ -297,23 +275,6 @@ def test_attempts_in_one_store() -> None:
             assert [o.error for o in found] == ["RuntimeError" if r in only else None for r in range(size)]
             text = "rank 1 of 2 did not come within 0.5 s" if only == [0] else "rank 0 has ended, or did not answer rank 1 within 1 s"
             assert found[only[0]].message == f"init_process_group: {text}"
-
-
-def test_another_world_size() -> None:
-    """Ranks 0 and 1 are two, and a third one believes in three."""
-    store = dist.HashStore()
-
-    def exchange(rank: int, size: int) -> str:
-        launch = Launch("torchrun", rank, size, rank, None, store)
-        try:
-            return str(len(_exchange(launch, _report("gloo", launch, 2.0, None), 2.0)[1]))
-        except RuntimeError as error:
-            return str(error)
-
-    with ThreadPoolExecutor() as pool:
-        first, second, third = pool.map(exchange, (0, 1, 2), (2, 2, 3))
-    assert (first, second) == ("2", "2")
-    assert third.endswith("did not answer rank 2 within 4 s; it answered 2 ranks, and WORLD_SIZE is 3 here")
 
 
 def existing(backend):

@@ -107,9 +107,8 @@ def ends() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.xdist_group("ends")  # one worker runs the job for both tests
-@pytest.mark.parametrize("case", ["never", "never_behind_others", "asked 3"])
-def test_a_process_is_ended_after_the_timeout(ends: dict[str, dict[str, Any]], case: str) -> None:
-    end = ends[case]
+def test_a_process_is_ended_after_the_timeout(ends: dict[str, dict[str, Any]]) -> None:
+    end = ends["never"]
     assert end["code"] == watch.EXIT_CODE != 0
     first, second, *stacks = end["err"].splitlines()
     assert first == f"fastkron_py: {watch_job.STAGE}: rank 1 ended, and this exchange has not been finished since"
@@ -130,20 +129,7 @@ def test_a_process_is_ended_whose_peer_does_not_come(ends: dict[str, dict[str, A
 
 
 @pytest.mark.xdist_group("ends")
-@pytest.mark.parametrize(
-    ("case", "lines"),
-    [
-        ("slow", 0),
-        ("leaves_late", 0),
-        ("late", 1),
-        ("many", 4),
-        ("another_grid", 0),
-        ("gpu_error", 0),
-        ("caught", 0),
-        ("asked 0", 1),
-        ("asked 2", 1),
-    ],
-)
+@pytest.mark.parametrize(("case", "lines"), [("late", 1), ("another_grid", 0), ("gpu_error", 0), ("asked not to", 1)])
 def test_a_process_goes_on(ends: dict[str, dict[str, Any]], case: str, lines: int) -> None:
     """An exchange that is finished late, or that has nothing to do with who is gone; an error that was met; torch's own setting."""
     end = ends[case]
@@ -159,22 +145,6 @@ def test_a_process_leaves_though_its_gpu_waits(ends: dict[str, dict[str, Any]]) 
     assert (end["code"], end["out"]) == (watch.EXIT_CODE, "not flushed yet\n")
     why = "the GPU still waits for it at the end of this process, which is ended with code 75"
     assert end["err"].splitlines() == [f"fastkron_py: {watch_job.STAGE}: {why}"]
-
-
-def test_a_process_is_ended_though_nobody_listens(ends: dict[str, dict[str, Any]]) -> None:
-    assert ends["mute"]["code"] == watch.EXIT_CODE
-
-
-def test_what_is_finished_is_forgotten() -> None:
-    done = mock.Mock(query=lambda: True)
-    with mock.patch.object(watch, "_thread", mock.Mock()):
-        watch.note_event("first", done, (0, 1))
-        watch.note_event("second", Never(), (0, 1))
-        watch.note_event("third", done, (0, 1))
-    assert [w.text for w in watch._under_way] == ["second", "third"]
-    assert watch.unfinished() == "second"
-    watch._under_way.clear()
-    assert watch.unfinished() is None
 
 
 @pytest.mark.parametrize("gone", [[], [1]])
@@ -212,16 +182,3 @@ def test_gpus_that_wait_for_a_rank_that_is_killed(ranks: int) -> None:
         assert re.match(stage, found["error"]["stage"])
         assert len(found["told"]) == 2
         assert any("fault.py" in line for line in found["errors"])
-
-
-def test_a_line_of_four_of_which_one_is_killed() -> None:
-    """On CPUs, between two products: each survivor has the error."""
-    pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-    from benchmarks.distributed.jobs import fault
-
-    found = fault("between", "cpu", 4)
-    assert [f["rank"] for f in found] == [0, 1, 2]
-    for survivor in found:
-        assert survivor["returncode"] == 0, survivor
-        assert survivor["error"]["stage"].startswith("kron_matmul: ")
-        assert "rank 3" in survivor["error"]["message"]

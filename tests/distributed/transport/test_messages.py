@@ -114,22 +114,6 @@ def test_runs_of_all_peers_in_one_call(ranks: RankPool) -> None:
     assert all(n > 10 for n in ranks.run(in_messages, (1, ranks.world_size), False, gathered))
 
 
-def complex_in_messages():
-    grid = grid_for((1, dist.get_world_size()))
-    m, sizes = 6, ((4, 4), (3, 2), (2, 4))
-    x, factors, _ = make(m, sizes, torch.complex128)
-    how = planned(m, sizes, grid.shape, "rows", 1, False, torch.complex128, messages=True)
-    for gathered in sorted({False, dist.get_backend() == "gloo"}):
-        with audited(gathered) as (_, sent, _):
-            found = kron_matmul(block(x * (1 + 2j), grid), [f.to(grid.device) for f in factors], grid=grid, plan=how)
-        assert torch.equal(found, block(single(x * (1 + 2j), factors), grid))
-        assert sent.total() > 0
-
-
-def test_complex_numbers_in_messages(ranks: RankPool) -> None:
-    ranks.run(complex_in_messages)
-
-
 def gradients_in_messages(chunks, messages):
     grid = grid_for((1, dist.get_world_size()))
     m, sizes = 10, ((4, 4), (3, 3), (2, 4))

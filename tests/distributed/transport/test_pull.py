@@ -29,7 +29,7 @@ from fastkron_py.distributed.transport.peer_memory import PeerChannel
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
 from fastkron_py.distributed.transport.transfer import RowGroup, Transfer
 from fastkron_py.distributed.whole_rows import WholeRows
-from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
 
 class Stream:
@@ -315,7 +315,7 @@ def results(size: int, chunks: int, blocks: InBlocks | None, seed: int, gradient
 
 @pytest.mark.parametrize("blocks", [InBlocks(True, True), InBlocks(False, False)])
 def test_gradients_in_any_order(blocks: InBlocks) -> None:
-    for size, seed in itertools.product((2, 3, 4), range(40)):
+    for size, seed in itertools.product((2, 3, 4), range(12)):
         for found, expected in results(size, SLOTS + 1, blocks, seed, gradients=True):
             assert torch.equal(found, expected)
 
@@ -326,51 +326,12 @@ WAYS = [InBlocks(True, True), InBlocks(True, False), InBlocks(False, False), Non
 @pytest.mark.parametrize("blocks", WAYS)
 def test_in_any_order(blocks: InBlocks | None) -> None:
     """More chunks than slots, and a second product, or the backward pass, behind the first."""
-    for size, seed in itertools.product((2, 3, 4), range(40)):
+    for size, seed in itertools.product((2, 3, 4), range(12)):
         for found, expected in results(size, SLOTS + 1, blocks, seed):
             assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("lend", nothing),  # a product is written before peers have pulled the one before
-        ("release", lambda own, slot, done=None: own._taken.__setitem__(slot, False)),  # a slot is used again too early
-    ],
-)
-def test_what_would_be_wrong_is_found(name: str, instead: Callable[..., Any], gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slots, name, instead)
-    assert any(not torch.equal(a, b) for seed in range(40) for a, b in results(2, SLOTS + 1, InBlocks(True, True), seed, gradients))
-
-
-@pytest.mark.parametrize("blocks", [WAYS[0], None])
-def test_without_barriers_it_would_be_wrong(blocks: InBlocks | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(World, "flag_operations", lambda *_: 0)
-    assert any(not torch.equal(a, b) for seed in range(20) for a, b in results(2, SLOTS + 1, blocks, seed))
-
-
-def test_no_event_is_waited_for_across_the_border_of_a_graph() -> None:
-    with world_of(2, 8) as world:
-        slots = world.slots[0]
-        for in_graph, kept in ((False, True), (True, False), (True, False), (False, False), (False, True)):
-            slots.release(0)
-            slots.begin(in_graph)
-            assert (slots._free[0].stream is not None) == kept  # type: ignore[attr-defined]
 
 
 def test_a_driver_that_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "flag_operations", lambda *_: 1)
     with world_of(2, 8) as world, pytest.raises(RuntimeError, match="cuStreamBatchMemOp: expected 0; got 1"):
         world.slots[0].exchange(0, (), (1,), nothing)
-
-
-def test_a_block_that_is_not_ready_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products do not wait for the current stream: they would be sent before they are made."""
-    exchange = Slots.exchange
-
-    def too_early(slots: Slots, *given: Any, ready: Any = None, **options: Any) -> Any:
-        return exchange(slots, *given, ready=ready or torch.cuda.Event(), **options)
-
-    monkeypatch.setattr(Slots, "exchange", too_early)
-    assert any(not torch.equal(a, b) for seed in range(20) for a, b in results(2, SLOTS + 1, None, seed))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning import planned
 from torch import Tensor
 
 from fastkron_py import reference
@@ -25,9 +26,8 @@ from fastkron_py.kron.families.fragments import (
     chained_pad,
     run_sectors,
 )
-from fastkron_py.kron.plan.plan import plan
-from fastkron_py.kron.plan.steps import Launch, PlanProblem, Step
-from fastkron_py.runtime.sizes import SECTOR_BYTES
+from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.runtime.gpu import SECTOR_BYTES
 
 LONGEST_LAYOUT = 15  # bits of a tile's index
 
@@ -200,7 +200,7 @@ def test_what_it_refuses(shapes, itemsize, sectors):
     ],
 )
 def test_plans_with_chained(ps, rows, chained_of):
-    launches = plan(ps, ps, PlanProblem(4, rows, 1, True))
+    launches = planned(ps, rows=rows, missing=("small_factors",))
     assert all(launch.family == "fragments" for launch in launches)
     assert sorted(len(launch.steps) for launch in launches) == sorted(chained_of)
 
@@ -215,12 +215,12 @@ def test_large_tiles_want_many_slices():
 
 def test_a_run_behind_other_modes_has_no_whole_rows():
     """Two factors of 64 among others: whole rows of 4096 would need nothing before them."""
-    assert len(plan((64, 64), (64, 64), PlanProblem(4, 1000, 1, True))) == 1
-    assert len(plan((64, 64), (64, 64), PlanProblem(4, 1000, 1, True, 5))) == 2
+    assert len(planned((64, 64), rows=1000)) == 1
+    assert len(planned((5, 64, 64), rows=200, start=1)) == 2
 
 
 def test_plans_without_chains_have_none():
-    assert not any(launch.family == "fragments" for launch in plan((16,) * 4, (16,) * 4, PlanProblem(4, 1024, 1)))
+    assert not any(launch.family == "fragments" for launch in planned((16,) * 4, missing=("fragments",)))
     assert Launch(steps_of([(2, 2)]), "fragments").shifted(3).family == "fragments"
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastkron_py.kron.plan.hadamard import MOST_BITS, WIDEST, Transform, takes, transform
-from fastkron_py.kron.plan.phases import LANES, SINGLE, Phase
+from fastkron_py.kron.families.butterfly import LANES, MOST_BITS, SINGLE, WIDEST, Phase, Transform, takes_transform, transform
 from fastkron_py.runtime.gpu import HOPPER
 
 VECTOR_BYTES = 16
@@ -15,7 +14,7 @@ CASES = [
     for m in (1, 12, 20, 28)
     for itemsize in (2, 4, 8)
     for bits in range(16)
-    if takes(m, bits, itemsize, HOPPER.shared_memory)
+    if takes_transform(m, bits, itemsize, HOPPER.shared_memory)
 ]
 
 
@@ -72,9 +71,9 @@ def test_a_matrix_has_its_operands_bits(m: int, bits: int) -> None:
 
 
 def test_refusals() -> None:
-    assert not takes(WIDEST + 4, 6, 4, HOPPER.shared_memory)
-    assert not takes(12, 6, 2, HOPPER.shared_memory)
-    assert not takes(12, 1, 4, HOPPER.shared_memory)  # no 16 bytes side by side
-    assert all(not takes(1, most + 1, itemsize, HOPPER.shared_memory) for itemsize, most in MOST_BITS.items())
-    assert not takes(1, 14, 8, 100_000)  # shared memory of a smaller GPU
-    assert takes(1, 13, 8, 100_000)
+    assert not takes_transform(WIDEST + 4, 6, 4, HOPPER.shared_memory)
+    assert not takes_transform(12, 6, 2, HOPPER.shared_memory)
+    assert not takes_transform(12, 1, 4, HOPPER.shared_memory)  # no 16 bytes side by side
+    assert all(not takes_transform(1, most + 1, itemsize, HOPPER.shared_memory) for itemsize, most in MOST_BITS.items())
+    assert not takes_transform(1, 14, 8, 100_000)  # shared memory of a smaller GPU
+    assert takes_transform(1, 13, 8, 100_000)

@@ -10,15 +10,15 @@ import torch
 import fastkron_py
 from benchmarks.kron.programs import pretending
 from fastkron_py import KroneckerProduct, families, kron_matmul, kron_plan
-from fastkron_py.kron import program, quantize_program
-from fastkron_py.kron.families.registry import BY_NAME
+from fastkron_py.kron import operator, quantize
+from fastkron_py.kron.families import BY_NAME
 from fastkron_py.runtime.gpu import NAMED
 from fastkron_py.testing import assert_close
 
 KERNELS = {
     "_sliced_multiply_fwd_kernel": "tile",
     "_fused_multiply_fwd_kernel": "tile",
-    "_narrow_multiply_fwd_kernel": "tile",
+    "_narrow_multiply_fwd_kernel": "narrow",
     "_chained_multiply_fwd_kernel": "fragments",
     "_row_pair_fwd_kernel": "slice_pair",
     "_whole_row_fwd_kernel": "whole_row",
@@ -34,7 +34,7 @@ PROBLEMS = {  # rows, factors, dtype, GPU, families
     "by torch": (4096, [(3000, 24)], torch.bfloat16, "A100", ["torch_products"]),
     "plain": (1024, [(64, 64)] * 2, torch.float32, "A100", ["tile", "tile"]),
     "mixed": (64, [(500, 400), (30, 20)], torch.float64, "A100", ["tile", "torch_products"]),
-    "narrow": (100000, [(3, 2)], torch.float32, "RTX 4090", ["tile"]),
+    "narrow": (100000, [(3, 2)], torch.float32, "RTX 4090", ["narrow"]),
 }
 
 
@@ -42,9 +42,9 @@ def launched(x: torch.Tensor, factors: list[torch.Tensor], gpu: str, rounds: boo
     """The families of a program's launches on a GPU; none for torch's calls."""
     with pretending(NAMED[gpu]):
         if rounds:
-            made = quantize_program.program([x, *factors], (1 / 127, "int8", "highest", "triton"))
+            made = quantize.program([x, *factors], (1 / 127, "int8", "highest", "triton"))
         else:
-            made = program.forward([x, *factors, None], (1.0, 0.0, None, "triton", False))
+            made = operator.forward([x, *factors, None], (1.0, 0.0, None, "triton", False))
     names = [step.run.configs[0].kernel.__name__ for step in made._steps if hasattr(step.run, "configs")]
     return [KERNELS[name] for name in names if name in KERNELS]
 
@@ -119,7 +119,7 @@ def test_refusals_say_why() -> None:
         pytest.raises(ValueError, match=r"slice_pair takes half precision .*; fragments takes a"),
     ):
         kron_plan(x, factors, device="A100")
-    with pytest.raises(ValueError, match=r"names: expected some of tile, .*; got 'tiles'"), families("tiles"):
+    with pytest.raises(ValueError, match=r"names: expected some of narrow, tile, .*; got 'tiles'"), families("tiles"):
         pass
     with pytest.raises(ValueError, match="device: expected a GPU, or one of A100"):
         kron_plan(x, factors, device="V100")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from planning import DTYPES, planned
 
 from fastkron_py.kron.families.tile import CHAIN_WIDTH, chain_configs, chain_shared_memory, is_chain, single_configs, single_shared_memory
-from fastkron_py.kron.plan.plan import MERGE_WIDTH, plan
-from fastkron_py.kron.plan.steps import Launch, PlanProblem, Step, padded
+from fastkron_py.kron.plan.steps import Launch, Step, padded
+from fastkron_py.kron.planner import MERGE_WIDTH
 from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 
 GPUS = (AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)
-NUMBERS = [(2, 1), (4, 1), (8, 1), (4, 2), (8, 2)]  # bytes of a real number, and the real numbers of an element
+NUMBERS = [*DTYPES]
+PLAIN = ("narrow", "tile")
 SIZES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12)
 
 
@@ -22,7 +25,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1
 def test_every_factor_is_multiplied_once_in_legal_launches(sizes, numbers, rows, columns):
     itemsize, parts = numbers
     ps, qs = tuple(p for p, _ in sizes), tuple(q for _, q in sizes)
-    launches = plan(ps, qs, PlanProblem(itemsize, rows, columns, parts=parts))
+    launches = planned(ps, qs, rows, columns, DTYPES[numbers], families=PLAIN)
     seen = sorted(i for launch in launches for step in launch.steps for i in range(step.start, step.stop))
     assert seen == list(range(len(ps)))
     for launch in launches:
@@ -38,9 +41,9 @@ def test_every_factor_is_multiplied_once_in_legal_launches(sizes, numbers, rows,
 
 def test_shrinking_launches_run_first():
     """[100 -> 10] before [10 -> 100] moves a tenth of what the other order does."""
-    launches = plan((100, 10), (10, 100), PlanProblem(4, 10**6, 1))
+    launches = planned((100, 10), (10, 100), 10**6, families=PLAIN)
     assert [launch.start for launch in launches] == [0, 1]
-    launches = plan((10, 100), (100, 10), PlanProblem(4, 10**6, 1))
+    launches = planned((10, 100), (100, 10), 10**6, families=PLAIN)
     assert [launch.start for launch in launches] == [1, 0]
 
 
@@ -54,18 +57,18 @@ def test_shrinking_launches_run_first():
     ],
 )
 def test_merged_widths_of_large_problems(ps, widths):
-    launches = plan(ps, ps, PlanProblem(4, 4096, 1))
+    launches = planned(ps, rows=4096, families=PLAIN)
     assert {step.p for launch in launches for step in launch.steps} == widths
 
 
 def test_a_small_problem_takes_one_launch():
-    assert len(plan((8, 8, 8), (8, 8, 8), PlanProblem(4, 20, 1))) == 1
-    assert len(plan((8, 8, 8, 8), (8, 8, 8, 8), PlanProblem(4, 1, 1))) == 1
+    assert len(planned((8, 8, 8), rows=20, families=PLAIN)) == 1
+    assert len(planned((8, 8, 8, 8), rows=1, families=PLAIN)) == 1
 
 
 def test_gates_of_a_circuit_take_few_launches():
     """Those of 24 qubits: nine at a time, three to a step."""
-    launches = plan((2,) * 24, (2,) * 24, PlanProblem(4, 1, 1, parts=2))
+    launches = planned((2,) * 24, rows=1, dtype=torch.complex64, families=PLAIN)
     assert len(launches) == 3
     assert {step.p for launch in launches for step in launch.steps} <= {4, 8, 16}
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from planning import DTYPES, planned
 
-from fastkron_py.kron.families.small_factors import SIZES, small_factors, takes_small_factors
-from fastkron_py.kron.plan.phases import DOUBLE, LANES, SINGLE
-from fastkron_py.kron.plan.plan import plan
-from fastkron_py.kron.plan.steps import PlanProblem
+from fastkron_py.kron.families.butterfly import DOUBLE, LANES, SINGLE, SIZES, small_factors, takes_small_factors
 
 # (sizes, bytes, rows), as measured on an H200
 FASTER = [
@@ -51,8 +49,8 @@ def test_phases(itemsize: int) -> None:
 
 
 def _kernels(ps: tuple[int, ...], itemsize: int, rows: int, has_kernel: bool = True, columns: int = 1) -> set[str]:
-    problem = PlanProblem(itemsize, rows, columns, itemsize == SINGLE, small_factors=has_kernel)
-    return {launch.family for launch in plan(ps, ps, problem)}
+    missing = () if has_kernel else ("small_factors",)
+    return {launch.family for launch in planned(ps, None, rows, columns, DTYPES[itemsize, 1], missing=missing)}
 
 
 @pytest.mark.parametrize(("ps", "itemsize", "rows"), FASTER, ids=str)

@@ -8,11 +8,12 @@ from functools import lru_cache
 
 import pytest
 import torch
+from planning import planned
 
 from fastkron_py.kron import forward
 from fastkron_py.kron.families.whole_row import Layouts, layouts, shared_memory, sizes_of, whole_row_config
-from fastkron_py.kron.plan.plan import plan
-from fastkron_py.kron.plan.steps import PlanProblem, Step
+from fastkron_py.kron.plan.steps import Step
+from fastkron_py.kron.problem import Problem
 from fastkron_py.reference import kron_matmul
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import HOPPER
@@ -181,7 +182,7 @@ def test_shared_memory_suffices(shapes: tuple[tuple[int, int], ...]) -> None:
     assert config.programs_per_sm * (shared_memory(steps, config) + 1024) <= HOPPER.shared_memory + 1024
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("ps", "launches"),
     [
@@ -198,22 +199,22 @@ def test_shared_memory_suffices(shapes: tuple[tuple[int, int], ...]) -> None:
     ],
     ids=str,
 )
-def test_the_plan_takes_it(ps: tuple[int, ...], launches: int, half: str) -> None:
-    found = plan(ps, ps, PlanProblem(HALF, 1024, 1, True, 1, half, whole_rows=True))
+def test_the_plan_takes_it(ps: tuple[int, ...], launches: int, half: torch.dtype) -> None:
+    found = planned(ps, dtype=half, whole_rows=True)
     assert len(found) == launches
     assert "whole_row" in [launch.family for launch in found]
 
 
 @pytest.mark.parametrize("ps", [(64, 64), (8,) * 5, (31, 32, 32), (300, 16, 16), (32, 32), (64,) * 3], ids=str)
 def test_what_it_does_not_take(ps: tuple[int, ...]) -> None:
-    found = plan(ps, ps, PlanProblem(HALF, 1024, 1, True, 1, "bfloat16", whole_rows=True))
+    found = planned(ps, dtype=torch.bfloat16, whole_rows=True)
     assert "whole_row" not in [launch.family for launch in found]
 
 
 @pytest.mark.parametrize("ps", [(16,) * 4, (32,) * 3], ids=str)
 def test_few_rows_take_more_programs(ps: tuple[int, ...]) -> None:
     """A row is one multiprocessor's: a few rows are cut into tiles that occupy all of them."""
-    few, many = [plan(ps, ps, PlanProblem(HALF, rows, 1, True, 1, "bfloat16", whole_rows=True)) for rows in (2, 200)]
+    few, many = [planned(ps, rows=rows, dtype=torch.bfloat16, whole_rows=True) for rows in (2, 200)]
     assert "whole_row" not in [launch.family for launch in few]
     assert [launch.family for launch in many] == ["whole_row"]
 
@@ -221,7 +222,7 @@ def test_few_rows_take_more_programs(ps: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("columns", "whole_rows"), [(1, False), (3, True)])
 def test_rows_that_are_not_copied_whole(columns: int, whole_rows: bool) -> None:
     """Unaligned ones, and those of the left form."""
-    found = plan((32,) * 3, (32,) * 3, PlanProblem(HALF, 1024, columns, True, 1, "bfloat16", whole_rows=whole_rows))
+    found = planned((32,) * 3, columns=columns, dtype=torch.bfloat16, whole_rows=whole_rows)
     assert "whole_row" not in [launch.family for launch in found]
 
 
@@ -230,7 +231,7 @@ def test_rows_are_copied_whole_where_vectors_are_aligned(
     offset: int, columns: int, whole_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the right form alone; a program of other addresses is another one."""
-    monkeypatch.setattr(forward.kernels, "has_whole_row", lambda device, dtype: True)
+    monkeypatch.setattr(Problem, "half", "bfloat16")
     memory = torch.empty(3 * 32**3 * columns + 8, dtype=torch.bfloat16)
     x = memory[offset : offset + 3 * 32**3 * columns].view(1, 3, 32**3, columns)
     build = Builder([x, *[torch.empty(1, 32, 32, dtype=torch.bfloat16)] * 3])

@@ -1,0 +1,355 @@
+"""Rows in one launch, without tensor cores: small factors in float32 and float64, and Hadamard transforms by additions.
+
+A tile is 2^T elements of one row or several, and bit i of an index is the same in all phases. A phase says which thread has which element,
+and the modes that it multiplies before elements change threads: its registers hold these whole.
+
+Closed-form: no timing, no device, no Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment, add_launch
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastkron_py.runtime.gpu import GPU
+    from fastkron_py.runtime.launch import LaunchConfig
+
+LANES: Final = 5  # bits of 32 threads
+LEAST_TILE: Final = 11  # bits: 2048 elements
+SINGLE, DOUBLE = 4, 8  # bytes of an element
+VECTOR: Final = {2: 3, SINGLE: 2, DOUBLE: 1}  # bits of 16 bytes, by bytes of an element
+
+
+class Phase(NamedTuple):
+    """Where the bits of an index lie, from the lowest of each on, and the modes that are multiplied: registers hold them whole."""
+
+    registers: tuple[int, ...]
+    lanes: tuple[int, ...]
+    warps: tuple[int, ...]
+    modes: tuple[Any, ...]
+
+
+def phase_of(tile: int, registers: Sequence[int], modes: Sequence[Any]) -> Phase:
+    """The phase of a tile of this number of bits whose lanes have the lowest bits that registers do not have."""
+    others = [bit for bit in range(tile) if bit not in registers]
+    return Phase(tuple(registers), tuple(others[:LANES]), tuple(others[LANES:]), tuple(modes))
+
+
+# ---- Hadamard transforms --------------------------------------------------------------------------
+# A row of n = m * 2^k elements is padded to 2^(k + b), where m <= 2^b. In a phase each thread adds and subtracts elements that differ in
+# one bit, for each bit that its registers hold: a mode is the number of a bit.
+
+WIDEST: Final = 32  # orders m that tensor cores multiply with a matrix in registers
+# The longest rows, in bits, by bytes of an element. Half types of 32768 would leave a multiprocessor no room for the next row.
+MOST_BITS: Final = {2: 14, SINGLE: 15, DOUBLE: 14}
+_FEW_VALUES: Final = 5  # bits of a thread's elements, and
+_LARGE, _MORE_VALUES = 13, 6  # of large tiles, where that saves an exchange, and of wide matrices
+_NARROW: Final = 16
+
+
+class Transform(NamedTuple):
+    """A launch.
+
+    Attributes:
+        tile: bits of an index into a tile.
+        bits: k, those that are transformed; they are the lowest ones.
+        order_bits: b of m, the next ones.
+        loaded: the phase in which elements are loaded.
+        order: of a tile's bits, seen as dimensions, that makes it a right operand ``[2^b, n]``; empty where m is 1.
+        phases: those that follow; the last one is that in which elements are stored.
+    """
+
+    tile: int
+    bits: int
+    order_bits: int
+    loaded: Phase
+    order: tuple[int, ...]
+    phases: tuple[Phase, ...]
+
+    @property
+    def row(self) -> int:
+        """Elements of a padded row."""
+        return 1 << self.bits + self.order_bits
+
+    @property
+    def num_warps(self) -> int:
+        """Of a program."""
+        return 1 << len(self.loaded.warps)
+
+
+@lru_cache(maxsize=256)
+def transform(m: int, bits: int, itemsize: int) -> Transform:
+    """The launch for rows of m * 2^bits elements.
+
+    Args:
+        m: 1, or the order of a matrix, `WIDEST` at most, of float32.
+        bits: k.
+        itemsize: bytes of an element; sums have 4, or 8 where elements have.
+    """
+    order_bits = (m - 1).bit_length()
+    tile = max(LEAST_TILE, bits + order_bits)
+    values = _MORE_VALUES if (tile >= _LARGE and itemsize < DOUBLE) or m > _NARROW else _FEW_VALUES
+    vector = min(bits, VECTOR[itemsize])
+    columns = [*range(bits), *range(bits + order_bits, tile)]  # but for m's
+    if not order_bits:
+        high = _highest(columns, bits, vector + LANES, values - vector)
+        registers = [*columns[:vector], *high]
+        first = phase_of(tile, registers, [bit for bit in registers if bit < bits])
+        return Transform(tile, bits, 0, first, (), (first, *_others(tile, bits, vector, values, first)))
+    # m's lowest bits are at home in registers and lanes as a right operand of the tensor cores has them, and then as a sum.
+    m_bits = range(bits, bits + order_bits)
+    eighths = columns[vector : vector + 3]
+    high = _highest(columns, bits, vector + 3, values - vector - order_bits + 2)
+    loaded = _as_operand(tile, 0, [*columns[:vector], m_bits[0], *m_bits[3:], *high], [*m_bits[1:3], *eighths])
+    summed = _as_operand(tile, bits, [*columns[:vector], eighths[0], *m_bits[3:], *high], [*eighths[1:], *m_bits[:3]])
+    n = [*eighths, *loaded.warps, *columns[:vector], *high]
+    order = tuple([tile - 1 - bit for bit in reversed([*n, *m_bits])])
+    return Transform(tile, bits, order_bits, loaded, order, (summed, *_others(tile, bits, vector, values, summed)))
+
+
+def takes_transform(m: int, bits: int, itemsize: int, shared_memory: int) -> bool:
+    """Whether there is a launch for rows of m * 2^bits elements.
+
+    Args:
+        m: 1, or the order of a matrix.
+        bits: k.
+        itemsize: bytes of an element.
+        shared_memory: bytes that a program can have.
+    """
+    if m > 1 and (m > WIDEST or itemsize != SINGLE or bits < VECTOR[SINGLE]):  # half types: two factors on tensor cores are faster
+        return False
+    row = bits + (m - 1).bit_length()
+    return row <= MOST_BITS[itemsize] and max(SINGLE, itemsize) << max(LEAST_TILE, row) <= shared_memory
+
+
+def _as_operand(tile: int, bits: int, registers: Sequence[int], lanes: Sequence[int]) -> Phase:
+    """The phase with these bits in registers and lanes, and all others in warps."""
+    others = [bit for bit in range(tile) if bit not in registers and bit not in lanes]
+    return Phase(tuple(registers), tuple(lanes), tuple(others), tuple([bit for bit in registers if bit < bits]))
+
+
+def _highest(columns: Sequence[int], bits: int, least: int, count: int) -> list[int]:
+    """The highest bits of columns from number least on, transformed ones first."""
+    left = list(columns[least:])
+    ranked = [*[bit for bit in reversed(left) if bit < bits], *[bit for bit in reversed(left) if bit >= bits]]
+    return sorted(ranked[:count])
+
+
+def _others(tile: int, bits: int, vector: int, values: int, first: Phase) -> list[Phase]:
+    """The phases after the first one: a thread has neighbours in the last one, and a warp those behind each other."""
+    left = [bit for bit in range(bits) if bit not in first.modes]
+    near = vector + LANES
+    found: list[Phase] = []
+    while [bit for bit in left if bit < near]:
+        low, high = [bit for bit in left if bit < near], [bit for bit in left if bit >= near]
+        taken = low[:values]
+        if len(high) > values - vector:
+            taken += high[: values - len(taken)]
+        registers = [*taken, *[bit for bit in first.registers if bit not in taken]][:values]
+        found.append(phase_of(tile, sorted(registers), taken))
+        left = [bit for bit in left if bit not in taken]
+    while left or not found or not _ends_transform(found[-1], vector):
+        taken = left[: values - vector]
+        others = [bit for bit in range(tile - 1, near - 1, -1) if bit not in taken]
+        registers = [*range(vector), *taken, *others][:values]
+        found.append(phase_of(tile, sorted(registers), taken))
+        left = left[len(taken) :]
+    return found
+
+
+def _ends_transform(phase: Phase, vector: int) -> bool:
+    """Whether elements may be stored from it."""
+    return set(range(vector)) <= set(phase.registers) and phase.lanes == tuple(range(vector, vector + LANES))
+
+
+# ---- small factors --------------------------------------------------------------------------------
+
+name: Final = "small_factors"
+moves_to_front: Final = True
+add: Final = add_launch
+
+SIZES: Final = (2, 4, 8)  # rows and columns of a factor
+_LONGEST: Final = {SINGLE: 14, DOUBLE: 13}  # bits of a row, by bytes of an element
+_VALUES: Final = {SINGLE: 6, DOUBLE: 5}  # bits of a thread's elements
+_LEAST_BITS: Final = 8  # of a row: shorter ones are one factor of the other kernels, multiplied out
+_LARGE_TILE: Final = 13  # bits that leave room for few tiles on a multiprocessor
+# Readings and writings that a launch takes, by bytes of an element, with these sums of products for an element: up to 24, up to 32 (in
+# float64 with factors of 8), and the same of large tiles. Measured on an H200.
+_PASSES: Final = {SINGLE: (1.07, 1.25, 1.5, 1.9), DOUBLE: (1.1, 1.4, 2.3, 2.3)}
+_LIGHT_PRODUCTS, _LIGHT_LARGE_PRODUCTS = 24, 28
+# In the plan's units the register-chained kernel takes 1.05 where it was measured at 1.46, and the plain one 1.1 at 1.17.
+_UNITS: Final = {SINGLE: 0.72, DOUBLE: 0.95}
+# Launches until the first tiles are multiplied, by bytes of an element: with factors of 2 and 4, and with one of 8.
+_START: Final = {SINGLE: (0.15, 1.0), DOUBLE: (0.0, 0.5)}
+
+
+class Group(NamedTuple):
+    """A factor's mode in an index."""
+
+    factor: int
+    low: int  # its lowest bit
+    width: int  # bits
+
+
+class SmallFactors(NamedTuple):
+    """A launch.
+
+    Attributes:
+        tile: bits of an index into a tile.
+        bits: of a row.
+        phases: the first one is that in which elements are loaded, the last one that in which they are stored.
+    """
+
+    tile: int
+    bits: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def num_warps(self) -> int:
+        """Of a program."""
+        return 1 << len(self.phases[0].warps)
+
+
+def takes_small_factors(ps: Sequence[int], qs: Sequence[int], itemsize: int) -> bool:
+    """Whether the kernel multiplies all of these factors at once."""
+    is_small = len(ps) > 1 and tuple(ps) == tuple(qs) and all([p in SIZES for p in ps])
+    return is_small and itemsize in _LONGEST and sum([_width(p) for p in ps]) <= _LONGEST[itemsize]
+
+
+def small_factors_cost(ps: Sequence[int], itemsize: int, moved: float, launch: float) -> float:
+    """Modelled time, in units of moving one element once.
+
+    Args:
+        ps: sizes of the factors.
+        itemsize: bytes of an element.
+        moved: elements that are read and written.
+        launch: time of a launch.
+    """
+    bits, products, has_eights = sum([_width(p) for p in ps]), sum(ps), max(ps) == max(SIZES)
+    if bits < _LEAST_BITS:
+        return math.inf
+    if bits >= _LARGE_TILE:
+        heavy = 2 + (products > _LIGHT_LARGE_PRODUCTS)
+    else:
+        heavy = int(products > _LIGHT_PRODUCTS or (itemsize == DOUBLE and min(ps) == max(SIZES)))
+    return _UNITS[itemsize] * _PASSES[itemsize][heavy] * moved + _START[itemsize][has_eights] * launch
+
+
+@lru_cache(maxsize=256)
+def small_factors(ps: tuple[int, ...], itemsize: int) -> SmallFactors:
+    """The launch for square factors of these sizes."""
+    bits = sum([_width(p) for p in ps])
+    tile, vector, values = max(LEAST_TILE, bits), VECTOR[itemsize], _VALUES[itemsize]
+    left, low = [], 0
+    for factor in reversed(range(len(ps))):
+        left.append(Group(factor, low, _width(ps[factor])))
+        low += _width(ps[factor])
+    found: list[Phase] = []
+    while left or not _ends_product(found[-1], vector):
+        taken = _beside_vectors(left, vector, values)
+        if found and len(taken) < len(left):
+            taken = _together(left, values)
+            registers = _bits_of(taken)
+        else:
+            registers = set(range(vector)) | _bits_of(taken)
+        found.append(_phase(tile, registers, values, taken))
+        left = [group for group in left if group not in taken]
+    return SmallFactors(tile, bits, tuple(found))
+
+
+def _width(p: int) -> int:
+    return p.bit_length() - 1
+
+
+def _bits_of(groups: Sequence[Group]) -> set[int]:
+    return {bit for group in groups for bit in range(group.low, group.low + group.width)}
+
+
+def _beside_vectors(left: Sequence[Group], vector: int, values: int) -> list[Group]:
+    """Groups that registers hold beside 16 bytes of neighbours: those that share their bits, then the highest; lanes have the others."""
+    taken = [group for group in left if group.low < vector]
+    if len(set(range(vector)) | _bits_of(taken)) > vector + 1:
+        taken = []
+    near = len(set(range(vector)) | _bits_of(taken))  # a bit of lanes, so that a warp has whole sectors
+    for group in sorted(left, key=lambda group: -group.low):
+        if group.low > near and len(set(range(vector)) | _bits_of([*taken, group])) <= values:
+            taken.append(group)
+    return taken
+
+
+def _together(left: Sequence[Group], values: int) -> list[Group]:
+    """The lowest groups that registers hold."""
+    taken: list[Group] = []
+    for group in sorted(left, key=lambda group: group.low):
+        if len(_bits_of([*taken, group])) <= values:
+            taken.append(group)
+    return taken
+
+
+def _phase(tile: int, registers: set[int], values: int, groups: Sequence[Group]) -> Phase:
+    """The phase with these bits in registers, and others of the highest; lanes have the lowest ones left."""
+    more = [bit for bit in reversed(range(tile)) if bit not in registers]
+    own = sorted([*registers, *more[: values - len(registers)]])
+    return phase_of(tile, own, groups)
+
+
+def _ends_product(phase: Phase, vector: int) -> bool:
+    """Whether elements may be stored from it: 16 bytes of a thread, and whole sectors of a warp."""
+    return set(range(vector)) <= set(phase.registers) and phase.lanes[0] <= vector + 1
+
+
+def kernel() -> Any:
+    """The kernel, or None where this Triton cannot compile it."""
+    from fastkron_py.runtime.device import gluon_kernel
+
+    return gluon_kernel("kron.kernels.butterfly", "_small_factors_fwd_kernel")
+
+
+def takes(dtype: torch.dtype, gpu: GPU) -> bool:
+    """Whether the kernel multiplies this type on a GPU: on those that it was timed on."""
+    return gpu.has_wgmma and gpu.is_measured and not dtype.is_complex and dtype.itemsize in (SINGLE, DOUBLE)
+
+
+def refusal(problem: Problem) -> str | None:
+    """What is in the way of any launch."""
+    if takes(problem.dtype, problem.gpu) and (problem.itemsize == DOUBLE or problem.precision == "highest"):
+        return None
+    return "takes float32 in full precision and float64, on GPUs that it was timed on"
+
+
+def candidates(segment: Segment) -> list[Candidate] | str:
+    """All factors at once."""
+    problem, ps = segment.problem, segment.ps
+    is_all = segment.is_first and segment.is_last and problem.before == 1
+    if not is_all or not takes_small_factors(ps, segment.qs, problem.itemsize):
+        return f"takes all factors at once, which are square, of {SIZES} rows, and rows of up to 2^{_LONGEST[problem.itemsize]} elements"
+    cost = small_factors_cost(ps, problem.itemsize, float(segment.moved), problem.launch_cost)
+    return [(cost, Launch(tuple([Step.of(ps, segment.qs, i, i + 1) for i in range(len(ps))]), name))]
+
+
+def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
+    """The one launch of the steps; it has no configurations to tune."""
+    from fastkron_py.runtime.launch import LaunchConfig
+
+    strides, num_slices = problem.factor_strides, problem.num_slices
+    found = small_factors(tuple([step.p for step in problem.launch.steps]), problem.itemsize)
+    at_once = 1 << found.tile - found.bits
+    programs = math.ceil(num_slices / at_once)
+    arguments = problem.common | {
+        "programs": programs,
+        "BITS": found.bits,
+        "TILE": found.tile,
+        "PHASES": tuple([(*phase[:3], tuple([(*group, *strides[group.factor][1:]) for group in phase.modes])) for phase in found.phases]),
+        "COUNT": len(found.phases),
+        "EVEN": num_slices % at_once == 0,
+        "num_warps": found.num_warps,
+    }
+    return (LaunchConfig(kernel(), (problem.shape[0] * programs,), arguments),)

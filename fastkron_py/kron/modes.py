@@ -1,0 +1,315 @@
+"""Dimensions of a tensor contracted by matrices: `mode_matmul`, and products with identities among the factors.
+
+Neighbours in memory that have factors are one Kronecker product. An integer n among the factors of a product stands for I_n, which takes
+no multiply and no memory: ``(I_a (x) F (x) I_b) x`` is one mode of x viewed as ``[a, P, b]``, so identities become dimensions of x beside
+which the other factors are multiplied where they stand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron import operator
+from fastkron_py.kron.checks import Factor, is_identity, result_shape, shape_of
+from fastkron_py.kron.matmul import PLAIN, Epilogue
+from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.checks import HALF_DTYPES, check_precision, check_tensor
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.precision import autocasted
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.api import ArrayT
+
+_MATRIX: Final = 2  # dimensions
+
+
+def mode_matmul(x: ArrayT, factors: Mapping[int, ArrayT], *, precision: str | None = None) -> ArrayT:
+    """Multiply dimensions of x by matrices: the n-mode product ``x x_1 F1^T x_2 F2^T ...`` of tensor decompositions.
+
+    A factor ``[P, Q]`` at dim contracts dimension dim, of size P, and leaves Q elements there:
+    ``torch.einsum("aPb,PQ->aQb", x, F)`` for an x of three dimensions and dim 1. Dimensions that are neighbours in memory are multiplied
+    as one Kronecker product; where all of a tensor's dimensions have a factor, this is ``kron_matmul`` of the whole tensor. Modes are read
+    in place: an x whose dimensions are permuted is not copied, and the result has the same permutation in memory. See Kolda and
+    Bader, "Tensor decompositions and applications", SIAM Review 51, 2009, section 2.5.
+
+    Args:
+        x: ``[*]``, of any number of dimensions. A torch tensor, or a NumPy or CuPy array, of a dtype of `kron_matmul`.
+        factors: matrices ``[P, Q]`` by dimension; negative dimensions count from the end. Of x's array type, dtype and device.
+        precision: of float32 products, as in `kron_matmul`.
+
+    Returns:
+        x's shape with each dim's P replaced by Q, of x's array type and dtype; x itself where there are no factors.
+
+    Raises:
+        TypeError: factors is no mapping, a dimension is no integer, or arrays of different types or dtypes.
+        ValueError: a dimension out of range or given twice, a factor that is no matrix or has another number of rows, devices that
+            differ, or an unknown precision.
+
+    Example:
+        >>> image = torch.randn(3, 64, 48)
+        >>> rows, columns = torch.randn(64, 32), torch.randn(48, 24)
+        >>> mode_matmul(image, {-2: rows, -1: columns}).shape
+        torch.Size([3, 32, 24])
+    """
+    check_precision(precision)
+    if not isinstance(factors, Mapping):
+        raise type_error("factors", "a mapping of dimensions to matrices", type_name(factors))
+    keys, matrices = list(factors), list(factors.values())
+    names = [f"factors[{key!r}]" for key in keys]
+    if isinstance(x, Tensor):
+        return _multiply(x, keys, matrices, precision)  # type: ignore[return-value]
+    bridge = find_bridge([x, *matrices], ["x", *names])
+    with bridge.context():
+        loaded = [bridge.load(f, name) for f, name in zip(matrices, names, strict=True)]
+        return bridge.give_back(_multiply(bridge.load(x, "x"), keys, loaded, precision))  # type: ignore[no-any-return]
+
+
+def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | None) -> Tensor:
+    check_tensor("x", x, x, "x")
+    if not keys:
+        return x
+    x, matrices, _ = autocasted(x, matrices, None)
+    of = {_dimension(key, x, keys): matrix for key, matrix in zip(keys, matrices, strict=True)}
+    if len(of) < len(keys):
+        raise value_error("factors", "each dimension once", f"dimensions {keys} of an x with {x.ndim} dimensions")
+    for key, dim, matrix in zip(keys, of, matrices, strict=True):
+        check_tensor(f"factors[{key}]", matrix, x, "x")
+        if matrix.ndim != _MATRIX or matrix.shape[0] != x.shape[dim]:
+            raise value_error(f"factors[{key}]", f"a matrix of {x.shape[dim]} rows, x's size there", f"shape {tuple(matrix.shape)}")
+    order = _memory_order(x)
+    y = multiply_runs(x.permute(order), [[of[dim]] if dim in of else [] for dim in order], 0, precision)
+    return y.permute([order.index(dim) for dim in range(x.ndim)])
+
+
+def _dimension(key: Any, x: Tensor, keys: list[Any]) -> int:
+    """The dimension that a key names, from 0 on."""
+    try:
+        dim = index(key)
+    except TypeError:
+        raise type_error("factors", "integers as dimensions", f"{keys}") from None
+    if not -x.ndim <= dim < x.ndim:
+        raise value_error("factors", f"dimensions from {-x.ndim} to {x.ndim - 1}, as x has", key)
+    return dim % x.ndim
+
+
+def _memory_order(x: Tensor) -> list[int]:
+    """The dimensions from the slowest in memory to the fastest, where x without gaps has another order than its own."""
+    given = list(range(x.ndim))
+    if torch.compiler.is_compiling() or x.is_contiguous():
+        return given
+    strides = tuple(x.stride())
+    order = sorted(given, key=lambda dim: (-strides[dim], dim))
+    return order if x.permute(order).is_contiguous() else given
+
+
+# ---- identities ------------------------------------------------------------------------------------
+
+
+def multiply(x: Tensor, factors: Sequence[Factor], left: bool, precision: str | None, epilogue: Epilogue) -> Tensor:
+    """``alpha * x @ (F1 (x) ... (x) FN) + beta * z``, or with the product to the left of x.
+
+    Args:
+        x: ``[*batch, M, K]``, or ``[*batch, K, M]`` where the product is left of it.
+        factors: ``[*batch_i, P_i, Q_i]`` and integers.
+        left: the form.
+        precision: of float32 products.
+        epilogue: applied to the result; z broadcasts to it.
+
+    Returns:
+        ``[*batch, M, N]`` or ``[*batch, N, M]``, contiguous.
+    """
+    parts, (alpha, beta, z) = _parts(factors, left), epilogue
+    shape = result_shape(tuple(x.shape), [shape_of(f) for f in factors], left=left)
+    z = None if z is None else z.expand(shape)
+    if not any([isinstance(part, list) for part in parts]):
+        return _scaled(x, alpha, beta, z)
+    ranks = [f.ndim for f in factors if isinstance(f, Tensor)]
+    batch, axis = max(x.ndim, *ranks) - 2, -2 if left else -1
+
+    def split(t: Tensor, side: int) -> Tensor:
+        """With a dimension for each part, whose matrices have the size of this side there."""
+        sizes = [math.prod([f.shape[side] for f in part]) if isinstance(part, list) else part for part in parts]
+        found: Tensor = t.reshape(*[1] * (batch + 2 - t.ndim), *t.shape).unflatten(axis, sizes)
+        return found
+
+    of: list[list[Tensor]] = [part if isinstance(part, list) else [] for part in parts]
+    epilogue = Epilogue(alpha, beta, None if z is None else split(z, -1))
+    return multiply_runs(split(x, -2), [*of, []] if left else [[], *of], batch, precision, epilogue).reshape(shape)
+
+
+def merged(factors: Sequence[Any]) -> list[Any]:
+    """The factors with neighbouring identities as one, and without I_1; one factor at least is left.
+
+    Args:
+        factors: integers for identities; anything else is a matrix.
+    """
+    found: list[Any] = []
+    for f in factors:
+        if not is_identity(f):
+            found.append(f)
+        elif found and is_identity(found[-1]):
+            found[-1] *= f
+        elif f != 1:
+            found.append(f)
+    return found or [1]
+
+
+def filled(factors: Sequence[Any], matrices: Iterable[Any]) -> list[Any]:
+    """The factors with other matrices in place of theirs, one after the other; identities stay."""
+    left_over = iter(matrices)
+    return [f if is_identity(f) else next(left_over) for f in factors]
+
+
+def _parts(factors: Sequence[Factor], left: bool) -> list[int | list[Tensor]]:
+    """Runs of matrices, as they multiply from the right, and the sizes of the identities between them."""
+    parts: list[int | list[Tensor]] = []
+    for f in merged(factors):
+        if is_identity(f):
+            parts.append(f)
+        elif parts and isinstance(parts[-1], list):
+            parts[-1].append(f.mT if left else f)
+        else:
+            parts.append([f.mT if left else f])
+    return parts
+
+
+def _scaled(x: Tensor, alpha: float, beta: float, z: Tensor | None) -> Tensor:
+    """``alpha * x + beta * z``, rounded once."""
+    if z is None:
+        return x.clone(memory_format=torch.contiguous_format) if alpha == 1 else (x * alpha).contiguous()
+    if x.dtype in HALF_DTYPES:
+        return torch.add(x.float() * alpha, z.float(), alpha=beta).to(x.dtype).contiguous()
+    return torch.add(x * alpha, z, alpha=beta).contiguous()
+
+
+class Columns(NamedTuple):
+    """Identities as further columns: what acts on each column of x alone needs the other factors only.
+
+    Attributes:
+        sizes: of all factors.
+        kept: the factors that are no identities, by index.
+    """
+
+    sizes: list[int]
+    kept: list[int]
+
+    @classmethod
+    def of(cls, factors: Sequence[Factor]) -> Columns:
+        """Those of square factors."""
+        return cls([shape_of(f)[-1] for f in factors], [i for i, f in enumerate(factors) if isinstance(f, Tensor)])
+
+    @property
+    def width(self) -> int:
+        """Columns for each column of x."""
+        return math.prod([size for i, size in enumerate(self.sizes) if i not in self.kept])
+
+    def _order(self, batch: int) -> list[int]:
+        """The dimensions ``[*batch, *sizes, M]`` with identities before M."""
+        moved = [i for i in range(len(self.sizes)) if i not in self.kept]
+        return [*range(batch), *[batch + i for i in (*self.kept, *moved, len(self.sizes))]]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """``[*batch, n, M]`` as ``[*batch, n / width, width * M]``."""
+        if len(self.kept) == len(self.sizes):
+            return x
+        batch = x.shape[:-2]
+        rows = math.prod([self.sizes[i] for i in self.kept])
+        modes: Tensor = x.unflatten(-2, self.sizes)
+        return modes.permute(self._order(len(batch))).reshape(*batch, rows, self.width * x.shape[-1])
+
+    def unpack(self, y: Tensor, columns: int) -> Tensor:
+        """``[*batch, n / width, width * M]`` as ``[*batch, n, M]``, of M columns."""
+        if len(self.kept) == len(self.sizes):
+            return y
+        batch = y.shape[:-2]
+        order = self._order(len(batch))
+        shape = (*batch, *self.sizes, columns)
+        found = y.reshape([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+        return found.reshape(*batch, math.prod(self.sizes), columns)
+
+
+# ---- runs ------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """Dimensions start to stop of a tensor, and the factors ``[*batch_i, P_i, Q_i]`` that contract them."""
+
+    start: int
+    stop: int
+    factors: list[Tensor]
+
+    @property
+    def growth(self) -> float:
+        """Elements of the result for each of the operand."""
+        return math.prod([f.shape[-1] for f in self.factors]) / max(1, math.prod([f.shape[-2] for f in self.factors]))
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether a factor has batch dimensions."""
+        return any([f.ndim > _MATRIX for f in self.factors])
+
+
+def multiply_runs(x: Tensor, of: Sequence[Sequence[Tensor]], batch: int, precision: str | None, epilogue: Epilogue = PLAIN) -> Tensor:
+    """Multiply dimensions of x by matrices; the runs that shrink x come first.
+
+    Args:
+        x: ``[*batch, *dims]``.
+        of: the factors of each of the dims, ``[*batch_i, P_i, Q_i]``, none for dims that are left as they are. At least one in all.
+        batch: number of x's batch dimensions, at least that of each factor's.
+        precision: of float32 products.
+        epilogue: applied to the result; z has its shape.
+
+    Returns:
+        ``[*batch, *dims]`` with each dim's ``prod(P_i)`` replaced by ``prod(Q_i)``, contiguous.
+    """
+    runs = _by_growth(_runs(of, batch))
+    for run in runs[:-1]:
+        x = _contract(x, run, batch, precision, PLAIN)
+    return _contract(x, runs[-1], batch, precision, epilogue)
+
+
+def _runs(of: Sequence[Sequence[Tensor]], batch: int) -> list[Run]:
+    """Neighbours that have factors."""
+    found: list[Run] = []
+    for dim, factors in enumerate(of, start=batch):
+        if factors and found and found[-1].stop == dim:
+            found[-1] = Run(found[-1].start, dim + 1, [*found[-1].factors, *factors])
+        elif factors:
+            found.append(Run(dim, dim + 1, list(factors)))
+    return found
+
+
+def _by_growth(runs: Sequence[Run]) -> list[Run]:
+    """The runs in the order of their growth, by comparisons: Dynamo cannot sort by sizes that it does not know."""
+    ordered: list[Run] = []
+    for run in runs:
+        ordered.insert(len([1 for other in ordered if other.growth <= run.growth]), run)
+    return ordered
+
+
+def _contract(x: Tensor, run: Run, batch: int, precision: str | None, epilogue: Epilogue) -> Tensor:
+    """Multiply one run: from the right where it is last, else from the left, with the dimensions before it as rows."""
+    own = batch if run.is_batched else 0  # for factors without batches, those of x are rows
+    rows, after = x.shape[own : run.start], x.shape[run.stop :]
+    modes = [math.prod([f.shape[-1] for f in run.factors])] if run.stop - run.start == 1 else [f.shape[-1] for f in run.factors]
+    height, width = math.prod(rows), math.prod(after)
+    left = width != 1
+    lone = left and not own and height == 1  # a matrix
+    inner, outer = math.prod(x.shape[run.start : run.stop]), math.prod(modes)
+
+    def packed(t: Tensor, size: int) -> Tensor:
+        return t.reshape((size, width) if lone else (*t.shape[:own], height, size, *([width] if left else [])))
+
+    factors = [f.mT.unsqueeze(-3) if f.ndim > _MATRIX else f.mT for f in run.factors] if left else run.factors
+    z = None if epilogue.z is None else packed(epilogue.z, outer)
+    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
+    backend = "" if torch.compiler.is_compiling() else requested_backend()
+    y: Tensor = operator.kron_matmul(packed(x, inner), factors, z, epilogue.alpha, epilogue.beta, precision, backend, left)
+    return y.reshape(*y.shape[:own], *rows, *modes, *after)

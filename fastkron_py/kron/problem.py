@@ -1,0 +1,419 @@
+"""What is multiplied, as plain values: the problem of a multiply, neighbouring factors of it, one mode, and one launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from fastkron_py.kron.plan.steps import Launch
+from fastkron_py.runtime.gpu import GPU
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fastkron_py.kron.canonical import Scale
+    from fastkron_py.kron.kernels.epilogues import StoreEpilogue
+    from fastkron_py.runtime.builder import Builder
+    from fastkron_py.runtime.launch import Launcher
+
+LAUNCH_BYTES: Final = 12e6  # a launch costs about as much as moving them
+BLOCK_K: Final = 32  # terms of a step of the kernel for large factors: a producer's registers hold a tile, and the next one
+LAUNCH: Final = 3e-6  # seconds between two launches that wait for each other
+
+_Strides = tuple[int, int, int, int, int]
+
+
+def parts_of(dtype: torch.dtype) -> int:
+    """Real numbers of an element."""
+    return 2 if dtype.is_complex else 1
+
+
+def in_words(strides: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """Strides as kernels take them (`tiling.addresses`): an element is one word, or two of float64."""
+    is_two_words = dtype.is_complex and dtype.to_real().itemsize == 8
+    return tuple([2 * stride for stride in strides]) if is_two_words else tuple(strides)
+
+
+def passes_of(dtype: torch.dtype, precision: str) -> int:
+    """Products of tensor cores that a product of this precision takes."""
+    return 3 if dtype.to_real().itemsize == 4 and precision == "highest" else 1
+
+
+class Rows(NamedTuple):
+    """Strides of an operand ``[B, L, n, R]`` whose last two dimensions are one run with a constant stride.
+
+    Where R has a stride of its own, column, a launch can address the last modes only, which R alone comes after.
+    """
+
+    batch: int
+    row: int
+    unit: int
+    column: int | None = None
+
+    def in_place(self, mode: int, after: int, merged: bool) -> _Strides:
+        """Strides of (batch, l, j, mode, a) in ``[B, L, before, mode, after]``; merged: l counts rows and modes before."""
+        inner, along = (self.unit, after * self.unit) if self.column is None else (self.column, self.unit)
+        step = mode * along
+        return (self.batch, step if merged else self.row, 0 if merged else step, along, inner)
+
+    def is_merged(self, before: int, mode: int, after: int) -> bool:
+        """Whether rows and modes before are one dimension."""
+        return self.row == before * self.in_place(mode, after, False)[2]
+
+    def transposed(self, others: int) -> _Strides:
+        """Strides of (batch, l, j, mode, a) in ``[B, L, mode, others]``, where j counts the others."""
+        return (self.batch, self.row, self.unit, others * self.unit, 0)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A multiply of some factors: all that its plan and its launches depend on.
+
+    Attributes:
+        shape: of x, ``[B, L, K, R]``.
+        x: its strides.
+        z: those of the addend, or None.
+        factor_shapes: of all factors, ``(.., P, Q)``.
+        factor_strides: (B, P, Q) of all factors.
+        start: factors start to stop are multiplied.
+        stop: see start.
+        sizes: of the modes of x.
+        scaled: alpha is not 1.
+        precision: of float32 products.
+        dtype: of all tensors.
+        gpu: that it runs on.
+        conj: whether the factors are conjugated.
+        whole_rows: vectors of 16 bytes of x begin at multiples of 16 bytes, as the kernel for whole rows copies them.
+        epilogue: of the last launch, if there is a z.
+        families: that may multiply; none for all.
+        missing: families whose kernels this Triton cannot compile.
+    """
+
+    shape: tuple[int, int, int, int]
+    x: Rows
+    z: Rows | None
+    factor_shapes: tuple[tuple[int, ...], ...]
+    factor_strides: tuple[tuple[int, ...], ...]
+    start: int
+    stop: int
+    sizes: tuple[int, ...]
+    scaled: bool
+    precision: str
+    dtype: torch.dtype
+    gpu: GPU
+    conj: bool = False
+    whole_rows: bool = False
+    epilogue: StoreEpilogue | None = None
+    families: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def allows(self, family: str) -> bool:
+        """Whether a family may multiply."""
+        return family not in self.missing and (not self.families or family in self.families)
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(P, Q) of the factors that are multiplied."""
+        return tuple([(s[-2], s[-1]) for s in self.factor_shapes[self.start : self.stop]])
+
+    @cached_property
+    def before(self) -> int:
+        """Elements of a row before the modes that are multiplied."""
+        return math.prod(self.sizes[: self.start])
+
+    @cached_property
+    def after(self) -> int:
+        """Elements after them; above 1 no slice is one run of memory."""
+        return math.prod(self.sizes[self.stop :]) * self.shape[3]
+
+    @cached_property
+    def rows(self) -> int:
+        """Products that share the factors: rows of x times batches, times the modes before."""
+        return self.shape[0] * self.shape[1] * self.before
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of a real number."""
+        return self.dtype.to_real().itemsize
+
+    @cached_property
+    def parts(self) -> int:
+        """Real numbers of an element."""
+        return parts_of(self.dtype)
+
+    @cached_property
+    def half(self) -> str:
+        """The name of a half type that tensor cores take from shared memory, else ""."""
+        return str(self.dtype).removeprefix("torch.") if self.gpu.has_wgmma and self.gpu.has_shared_operands and self.itemsize == 2 else ""
+
+    @cached_property
+    def launch_cost(self) -> float:
+        """Modelled time of a launch for each row and column: as much as moving LAUNCH_BYTES."""
+        return LAUNCH_BYTES / (self.itemsize * self.parts) / max(1, self.rows * self.after)
+
+    def mode(self, before: int, after: int, p: int, q: int) -> Mode:
+        """One mode between this many elements of a row, multiplied by a factor p x q."""
+        return mode_of((*self.shape[:2], before, after), p, q, self.dtype, self.precision, self.gpu)
+
+
+def contiguous_problem(
+    shapes: Sequence[tuple[int, int]], rows: int, columns: int, dtype: torch.dtype, gpu: GPU, precision: str = "highest"
+) -> Problem:
+    """The problem of a multiply of a contiguous x ``[rows, K, columns]`` by contiguous factors of these shapes."""
+    sizes = tuple([p for p, _ in shapes])
+    x = Rows(0, math.prod(sizes) * columns, 1)
+    factor_shapes, strides = tuple([(1, *s) for s in shapes]), tuple([(0, q, 1) for _, q in shapes])
+    shape = (1, rows, math.prod(sizes), columns)
+    return Problem(shape, x, None, factor_shapes, strides, 0, len(shapes), sizes, False, precision, dtype, gpu)
+
+
+class Segment(NamedTuple):
+    """Neighbouring factors where they stand, which one launch may multiply: families make offers for it.
+
+    It does not know the numbers of its factors, and steps of offers count from its first one.
+
+    Attributes:
+        problem: the multiply.
+        ps: rows of its factors.
+        qs: their columns.
+        ahead: elements before its modes, as if nothing earlier were done yet.
+        behind: elements after them, but for columns, as if all later factors were done.
+        is_first: no factor comes before.
+        is_last: nothing comes after its modes, so that a slice is one run of memory.
+        widths: in real numbers, up to which neighbours may be formed, outside of the register-resident kernel.
+        in_place: all launches leave modes in place, so that the last one may be of a family that holds whole slices.
+    """
+
+    problem: Problem
+    ps: tuple[int, ...]
+    qs: tuple[int, ...]
+    ahead: int
+    behind: int
+    is_first: bool
+    is_last: bool
+    widths: tuple[int, ...]
+    in_place: bool
+
+    @property
+    def outside(self) -> int:
+        """Slices for each row and column."""
+        return self.ahead * self.behind
+
+    @property
+    def after(self) -> int:
+        """Elements after its modes."""
+        return self.behind * self.problem.after
+
+    @property
+    def moved(self) -> int:
+        """Elements that are read and written, for each row and column."""
+        return self.outside * (math.prod(self.ps) + math.prod(self.qs))
+
+
+Candidate = tuple[float, Launch]
+"""An offer: the modelled cost for each row and column, but for the launch itself, and the launch."""
+
+
+class Mode(NamedTuple):
+    """A multiply of one mode ``[.., P, after]``, or the gradient of its factor, as models of seconds see it.
+
+    Attributes:
+        batches: of factors.
+        runs: of the mode in one batch: rows times the modes before.
+        after: elements after the mode.
+        p: rows of the factor.
+        q: columns of the factor.
+        itemsize: bytes of an element.
+        passes: over the tensor cores; 3 for float32 as such, 1 for TF32 and other dtypes.
+        gpu: that it runs on.
+        adds: whether z is added to the result.
+    """
+
+    batches: int
+    runs: int
+    after: int
+    p: int
+    q: int
+    itemsize: int
+    passes: int
+    gpu: GPU
+    adds: bool = False
+
+    @property
+    def slices(self) -> int:
+        """Slices of one batch."""
+        return self.runs * self.after
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations."""
+        return 2.0 * self.batches * self.slices * self.p * self.q
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether blocks of neighbouring slices are not one run of memory."""
+        return self.after > 1 and self.after % BLOCK_K != 0
+
+    def traffic(self, passes: float = 1.0) -> float:
+        """Seconds to read the operand and write the result this many times, with the factors."""
+        moved = passes * self.slices * (self.p + self.q) + self.p * self.q
+        return self.batches * moved * self.itemsize / self.gpu.bandwidth
+
+    def result_seconds(self, passes: float) -> float:
+        """Seconds to read or write the result this many times."""
+        return passes * self.batches * self.slices * self.q * self.itemsize / self.gpu.bandwidth
+
+
+def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype, precision: str, gpu: GPU) -> Mode:
+    """The sizes of a multiply of one mode by a factor p x q, in an operand with this (B, L, before, after) around the mode.
+
+    A complex factor is a real one of twice the sides (`tiling.addresses`).
+    """
+    groups, rows, before, after = shape
+    parts, real = parts_of(dtype), dtype.to_real()
+    return Mode(groups, rows * before, after, parts * p, parts * q, real.itemsize, passes_of(dtype, precision), gpu)
+
+
+def ceil(n: int, block: int) -> int:
+    """Blocks that cover n."""
+    return -(-n // block)
+
+
+def filled(size: int, block: int) -> float:
+    """The share of whole blocks that a size fills."""
+    return size / (ceil(size, block) * block)
+
+
+@dataclass(frozen=True)
+class LaunchProblem:
+    """One launch of a multiply, without its tensors.
+
+    Attributes:
+        launch: its steps and its family.
+        dtype: of all tensors.
+        precision: of float32 products.
+        epilogue: of the sums.
+        shape: (B, L, before, after) around the launch's modes.
+        transposed: the modes, which are the last ones of x, are the first ones of y.
+        mode_stride: of a transposed y, in elements: ``before``, or more where y is a block of a tensor.
+        columns: R of x and of the result.
+        x: strides of the operand.
+        y: strides of the result.
+        z: strides of the addend; those of y where there is none.
+        factor_shapes: (P, Q) of each factor.
+        factor_strides: (B, P, Q) of each factor.
+        gpu: that it runs on.
+        conj: whether the factors are conjugated.
+    """
+
+    launch: Launch
+    dtype: torch.dtype
+    precision: str
+    epilogue: StoreEpilogue
+    shape: tuple[int, int, int, int]
+    transposed: bool
+    mode_stride: int
+    columns: int
+    x: Rows
+    y: Rows
+    z: Rows
+    factor_shapes: tuple[tuple[int, int], ...]
+    factor_strides: tuple[tuple[int, int, int], ...]
+    gpu: GPU
+    conj: bool = False
+
+    @cached_property
+    def mode(self) -> Mode:
+        """The sizes of a launch of one step."""
+        return mode_of(self.shape, self.launch.p, self.launch.q, self.dtype, self.precision, self.gpu)
+
+    @property
+    def result_shape(self) -> tuple[int, int, int, int]:
+        """The result's shape ``[B, L, n, R]``."""
+        groups, rows, before, after = self.shape
+        return (groups, rows, before * self.launch.q * after // self.columns, self.columns)
+
+    @property
+    def parts(self) -> int:
+        """Real numbers of an element."""
+        return parts_of(self.dtype)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a real number."""
+        return self.dtype.to_real().itemsize
+
+    @property
+    def passes(self) -> int:
+        """Products of tensor cores that a product takes."""
+        return passes_of(self.dtype, self.precision)
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of one batch."""
+        return math.prod(self.shape[1:])
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """The arguments that every kernel of a multiply has: strides, sizes and the epilogue."""
+        (_, rows, before, after), launch = self.shape, self.launch
+        merged = False
+        if self.transposed:
+            x, y, z = self.x.in_place(launch.p, 1, False), *[r.transposed(self.mode_stride) for r in (self.y, self.z)]
+        else:
+            pairs = ((self.x, launch.p), (self.y, launch.q), (self.z, launch.q))
+            merged = before > 1 and (rows == 1 or all(r.is_merged(before, size, after) for r, size in pairs))
+            x, y, z = (r.in_place(size, after, merged) for r, size in pairs)
+        return {
+            "x_strides": in_words(x, self.dtype),
+            "y_strides": in_words(y, self.dtype),
+            "z_strides": in_words(z, self.dtype),
+            "factor_strides": self.factor_strides,
+            "num_slices": self.num_slices,
+            "before": before,
+            "after": after,
+            "SHAPES": self.factor_shapes,
+            "HEAD": not merged and before != 1,
+            "TAIL": after != 1,
+            "EPILOGUE": self.epilogue.function(self.dtype),
+        }
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether the device has too little shared memory for the first configuration of its kernel, if it has one."""
+        return "launcher" in vars(self) and self.launcher.fell_back
+
+    @cached_property
+    def launcher(self) -> Launcher:
+        """The launch of the family's kernel, which is compiled once however often it is added to programs."""
+        from fastkron_py.kron.families import family_of
+        from fastkron_py.runtime.launch import Launcher
+
+        return Launcher(family_of(self.launch).launch_configs(self))
+
+
+def add_launch(
+    build: Builder, problem: LaunchProblem, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale
+) -> Tensor:
+    """Add a launch of a family's kernel to a program: its `add`.
+
+    Args:
+        build: of the program.
+        problem: the launch.
+        x: its operand.
+        factors: all factors of the multiply.
+        z: the addend, or None.
+        y: where the result shall be; new memory if None.
+        scale: alpha and beta.
+
+    Returns:
+        The result.
+    """
+    y = build.empty(problem.result_shape, x.dtype) if y is None else y
+    mine = tuple(factors[problem.launch.start : problem.launch.stop])
+    build.launch(problem.launcher, (x, mine, y if z is None else z, y), (scale.alpha, scale.beta))
+    return y

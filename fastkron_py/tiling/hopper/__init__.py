@@ -1,1 +1,0 @@
-"""Device code that large products on Hopper GPUs share, in Gluon."""
