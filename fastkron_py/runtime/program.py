@@ -143,7 +143,8 @@ class _Ready(NamedTuple):
     launch: Callable[..., None] | None  # of the kernel's arguments; None for a call of torch, which has none of the three fields below
     operands: Callable[[Any], tuple[Any, ...]]
     rest: tuple[Any, ...]  # the kernel's arguments after the operands: strides, scalars, constants
-    derives: bool  # whether operands are worked out before it
+    tuples: tuple[tuple[int, Callable[[Any], tuple[Any, ...]]], ...]  # as of `Step`
+    derives: bool  # whether places and descriptors are worked out before it
     step: Step
     drops: Sequence[int]
 
@@ -312,7 +313,7 @@ class Program:
             base = pool.data_ptr()
             for number, offset in self._offsets:
                 addresses[number] = base + offset
-        for makes, launch, operands, rest, derives, step, drops in steps:
+        for makes, launch, operands, rest, tuples, derives, step, drops in steps:
             for number, shape, strides, dtype in makes:  # each argument takes its time
                 made = like.new_empty_strided(shape, strides) if dtype is None else like.new_empty_strided(shape, strides, dtype=dtype)
                 held[number] = made
@@ -324,6 +325,8 @@ class Program:
             else:
                 if derives:
                     _derive(step, addresses)
+                for number, parts in tuples:
+                    addresses[number] = parts(addresses)
                 launch(*operands(addresses), *rest)
             for number in drops:  # held until its last reader is launched: from then on, the stream's order guards it
                 del held[number]
@@ -335,15 +338,16 @@ class Program:
         for step in self._steps:
             makes = tuple([(m.number, m.shape, contiguous(m.shape) if m.strides is None else m.strides, m.dtype) for m in step.makes])
             if step.results is not None:
-                found.append(_Ready(makes, None, tuple, (), False, step, step.drops))
+                found.append(_Ready(makes, None, tuple, (), (), False, step, step.drops))
                 continue
             ready = step.run.ready()
             if ready is None:
                 return None
             launch = partial(ready.launch, ready.grid, 1, 1, stream, *ready.first)
             rest = (*ready.between, *_with_scalars(step.scalars, patterns), *ready.after)
-            derives = bool(step.shifts or step.tuples or step.descriptors)
-            found.append(_Ready(makes, launch, _picker(step.operands), rest, derives, step, step.drops))
+            tuples = tuple([(number, _picker(parts)) for number, parts in step.tuples])
+            derives = bool(step.shifts or step.descriptors)
+            found.append(_Ready(makes, launch, _picker(step.operands), rest, tuples, derives, step, step.drops))
         if len(self._compiled) >= _MOST_COMPILED:
             self._compiled.clear()
         self._compiled[patterns, stream] = steps = tuple(found)
@@ -393,11 +397,9 @@ def _called(step: Step, given: Sequence[Tensor], held: dict[int, Any], scalars: 
 
 
 def _derive(step: Step, addresses: list[Any]) -> None:
-    """Work out the places, tuples and descriptors of a launch."""
+    """Work out the places and descriptors of a launch."""
     for number, source, nbytes, _ in step.shifts:
         addresses[number] = addresses[source] + nbytes
-    for number, parts in step.tuples:
-        addresses[number] = tuple([addresses[part] for part in parts])
     for descriptor in step.descriptors:
         addresses[descriptor.number] = _made_descriptor(descriptor, addresses)
 
