@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fastkron_py.runtime import call_cache, torch_internals
+from fastkron_py.runtime import call_cache, operator, torch_internals
 
 
 class CacheSpy:
-    """Counts entries that are called, by the names of their operators."""
+    """Counts entries that are called, and backward passes that run a program of an earlier one, by the names of their operators."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.served: Counter[str] = Counter()
@@ -28,6 +28,15 @@ class CacheSpy:
             return call(entry, given, options)
 
         monkeypatch.setattr(call_cache.Entry, "__call__", counted)
+        reverse = operator.Differentiable.reverse
+
+        def counted_reverse(call: operator.Differentiable, *arguments: Any) -> Any:
+            found = reverse(call, *arguments)
+            if found is not None:
+                self.served[f"{call._operator.name}_backward"] += 1
+            return found
+
+        monkeypatch.setattr(operator.Differentiable, "reverse", counted_reverse)
 
     def take(self) -> dict[str, int]:
         """The counts since the last time, of the operators that were served."""

@@ -22,7 +22,7 @@ from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.program import COUNT
 from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.eager import without_autocast
-from fastkron_py.runtime.operator import Operator, Saved, second_order
+from fastkron_py.runtime.operator import DY, GradientCall, Operator, Saved, second_order
 
 _TENSORS = "Tensor x, Tensor left1, Tensor? right1, Tensor left2, Tensor? right2"
 _NEEDS = "bool need_x, bool need_left1, bool need_right1, bool need_left2, bool need_right2"
@@ -32,13 +32,11 @@ def _fake(x: Tensor, left1: Tensor, right1: Any, left2: Tensor, right2: Any, *_:
     return x.new_empty((*x.shape[:-1], left1.shape[0] * left2.shape[0]))
 
 
-def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
+def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
     *needs, need_base = saved.needs
     scale, _, *rest = saved.options
-    found: Sequence[Tensor] = []
-    if any(needs):
-        found = lokr_linear_backward(dy, *saved.tensors[:COUNT], list(saved.kept), *needs, scale, *rest)
-    return [*take(found, needs), dy if need_base else None]  # base is added as it is
+    call = GradientCall.of(lokr_linear_backward, (dy, *saved.tensors[:COUNT], *saved.kept), (*needs, scale, *rest), needs)
+    return call._replace(places=(*call.places, DY if need_base else None))  # base is added as it is
 
 
 def _in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> Tensor:
@@ -96,7 +94,7 @@ lokr_linear = Operator(
     program=program.forward,
     saving=partial(program.forward, saves=True),
     fake=_fake,
-    backward=_backward,
+    gradient_call=_gradient_call,
     vmap=_vmap,
     in_torch=_in_torch,
     unsaved=(-1,),

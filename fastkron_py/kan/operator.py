@@ -18,7 +18,7 @@ from torch import Tensor
 from fastkron_py.kan import program, torch_backend
 from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.eager import takes_fast_path, wants_gradient
-from fastkron_py.runtime.operator import Operator, Saved, second_order
+from fastkron_py.runtime.operator import GradientCall, Operator, Saved, second_order
 from fastkron_py.runtime.precision import torch_products
 from fastkron_py.tiling.torch_products import column_sums
 
@@ -39,11 +39,15 @@ def _in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> Tensor:
     return torch_backend.evaluate(x, coefficients, bias, program.layer_of(coefficients, *layer_key), precision)
 
 
+def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
+    return GradientCall.of(poly_kan_backward, (dy, *saved.tensors[:2]), (*saved.needs, *saved.options), saved.needs)
+
+
 def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
     x, coefficients, _ = saved.tensors
     if _is_derived_by_torch((dy, x, coefficients), saved.options):
         return take(_derived_by_torch(dy, x, coefficients, saved.needs, saved.options), saved.needs)
-    return take(poly_kan_backward(dy, x, coefficients, *saved.needs, *saved.options), saved.needs)
+    return _gradient_call(saved, dy).run(dy)
 
 
 def _is_derived_by_torch(tensors: tuple[Tensor, ...], options: Sequence[Any]) -> bool:
@@ -117,6 +121,7 @@ poly_kan = Operator(
     program=program.forward,
     fake=_fake,
     backward=_backward,
+    gradient_call=_gradient_call,
     vmap=_vmap,
     in_torch=_in_torch,
     unsaved=(2,),

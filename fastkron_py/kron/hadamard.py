@@ -24,7 +24,7 @@ from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.checks import HALF_DTYPES, can_write, check_out, check_scalar, check_tensor, is_same
 from fastkron_py.runtime.eager import constants
 from fastkron_py.runtime.errors import type_error, type_name, value_error
-from fastkron_py.runtime.operator import Operator, Saved
+from fastkron_py.runtime.operator import GradientCall, Operator, Saved
 from fastkron_py.runtime.precision import autocast_dtype
 from fastkron_py.runtime.precision import cast as cast_tensor
 from fastkron_py.runtime.program import Program, Scalar
@@ -248,9 +248,9 @@ def _fake(x: Tensor, matrix: Tensor | None, scale: float, m: int, bits: int, bac
     return x.new_empty(x.shape)
 
 
-def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
     _, matrix = saved.tensors
-    return operator(dy, None if matrix is None else matrix.mT, *saved.options), None
+    return GradientCall(operator, (dy, None if matrix is None else matrix.mT), saved.options, (0, None))
 
 
 def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Any:
@@ -265,7 +265,7 @@ operator = Operator(
     "hadamard(Tensor x, Tensor? matrix, float scale, int m, int bits, str backend) -> Tensor",
     program=program,
     fake=_fake,
-    backward=_backward,
+    gradient_call=_gradient_call,
     jvp=_jvp,
     vmap=_vmap,
     unsaved=(0,),

@@ -23,7 +23,7 @@ from fastkron_py.kron.derivatives import Calls
 from fastkron_py.kron.kron_plan import families
 from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_of, small_product, wanted
 from fastkron_py.runtime.builder import Builder, describe
-from fastkron_py.runtime.operator import Operator, Saved
+from fastkron_py.runtime.operator import DY, GradientCall, Operator, Saved
 from fastkron_py.runtime.program import Program
 
 # ---- their programs --------------------------------------------------------------------------------
@@ -79,16 +79,26 @@ def _fake(x: Tensor, factors: Sequence[Tensor], z: Any, alpha: float, beta: floa
     return x.new_empty(result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left))
 
 
-def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, *factors, _ = saved.tensors
-    need_x, *need_factors, need_z = saved.needs
+def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall | None:
+    """The backward rule as one call, where z's gradient is dy as it is."""
+    *needs, need_z = saved.needs
     alpha, beta, *rest = saved.options
+    if need_z and (beta != 1 or dy.shape != saved.shapes[-1]):
+        return None
     between = saved.kept[0] if saved.kept else None
-    dx, dfs = derivatives.reverse(CALLS, dy, x, factors, need_x, need_factors, (alpha, *rest), between)
-    dz = None
+    options = needs[0], needs[1:], alpha, *rest
+    call = GradientCall.of(kron_matmul_backward, (dy, *saved.tensors[:-1], between), options, needs)
+    return call._replace(places=(*call.places, DY if need_z else None))
+
+
+def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
+    *needs, need_z = saved.needs
+    call = _gradient_call(saved._replace(needs=(*needs, False)), dy)
+    gradients = call.run(dy)  # type: ignore[union-attr]
     if need_z:
-        dz = (dy if beta == 1 else beta * dy).sum_to_size(saved.shapes[-1])
-    return dx, *dfs, dz
+        beta = saved.options[1]
+        gradients[-1] = (dy if beta == 1 else beta * dy).sum_to_size(saved.shapes[-1])
+    return gradients
 
 
 def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Tensor | None:
@@ -149,6 +159,7 @@ kron_matmul = Operator(
     saving=partial(forward, saves=True),
     fake=_fake,
     backward=_backward,
+    gradient_call=_gradient_call,
     jvp=_jvp,
     vmap=_vmap,
     unsaved=(-1,),

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastkron_py.runtime.backend import choose_backend, requested_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import next_power_of_two
-from fastkron_py.runtime.operator import Operator, Saved
+from fastkron_py.runtime.operator import GradientCall, Operator, Saved
 from fastkron_py.runtime.program import Program
 
 if TYPE_CHECKING:
@@ -196,10 +196,10 @@ def _program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     return build.program([y])
 
 
-def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
     _, index, *tables = saved.tensors
     spread, dim, backend = saved.options
-    return take_points(dy, index, tables, not spread, dim, backend), None, *[None] * len(tables)
+    return GradientCall(take_points, (dy, index, *tables), (not spread, dim, backend), (0, *[None] * (1 + len(tables))))
 
 
 def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Tensor | None:
@@ -217,7 +217,7 @@ take_points = Operator(
     "take_points(Tensor x, Tensor index, Tensor[] tables, bool spread, int dim, str backend) -> Tensor",
     program=_program,
     fake=_fake,
-    backward=_backward,
+    gradient_call=_gradient_call,
     jvp=_jvp,
     vmap=_vmap,
     unsaved=(0,),

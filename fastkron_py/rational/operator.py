@@ -17,18 +17,19 @@ from torch import Tensor
 
 from fastkron_py.rational import derivatives, program
 from fastkron_py.rational import torch_backend as torch_rational
-from fastkron_py.runtime.operator import Operator, Saved
+from fastkron_py.runtime.operator import GradientCall, Operator, Saved
 
 
 def _fake(x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype, backend: str) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
-def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
     version, _, backend = saved.options
     need_x, need_a, need_b = saved.needs
-    found = rational_backward(dy, *saved.tensors, need_x, need_a or need_b, version, backend)
-    return derivatives.taken(found, need_x, need_a, need_b)
+    of_a = int(need_x)  # the gradients of both come together
+    places = 0 if need_x else None, of_a if need_a else None, of_a + 1 if need_b else None
+    return GradientCall(rational_backward, (dy, *saved.tensors), (need_x, need_a or need_b, version, backend), places)
 
 
 def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Tensor:
@@ -67,7 +68,7 @@ rational = Operator(
     "rational(Tensor x, Tensor numerator, Tensor denominator, str version, ScalarType dtype, str backend) -> Tensor",
     program=program.forward,
     fake=_fake,
-    backward=_backward,
+    gradient_call=_gradient_call,
     jvp=_jvp,
     vmap=_vmap,
 )

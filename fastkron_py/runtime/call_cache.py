@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from logging import DEBUG
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +27,15 @@ MOST_ENTRIES: Final = 16  # calls of one key
 # Asked at every call: by one name, since each dot of a longer one takes its time.
 _is_grad_enabled = torch.is_grad_enabled
 _is_watching = torch_internals.is_watching
+
+
+def settings() -> tuple[Hashable, ...]:
+    """The user's settings that programs are built for, in force in this thread."""
+    return requested_backend(), families_in_force.get(), resolved(None)
+
+
+is_logged: Final = partial(logger.isEnabledFor, DEBUG)
+"""Whether each call's choices are logged, so that none is taken from the cache."""
 
 
 class Entry(NamedTuple):
@@ -74,12 +84,12 @@ class CallCache:
     def find(self, key: Hashable, tensors: Sequence[Any]) -> Entry | None:
         """The call of this key that was made on tensors like these, which need not have been checked."""
         try:
-            full = (key, len(tensors), tensors[0].shape, requested_backend(), families_in_force.get(), resolved(None))
+            full = (key, len(tensors), tensors[0].shape, settings())
             entries = self._calls.get(full)
         except (TypeError, AttributeError, RuntimeError):  # no hash, no tensor, a nested one: a check will say so
             return None
         # Guards do not tell of modes and forward-mode levels, which want to see every call; and each call's choices are logged.
-        if entries is None or _is_watching() or logger.isEnabledFor(DEBUG):
+        if entries is None or _is_watching() or is_logged():
             return None
         for entry in entries:
             check, enabled, program, *_ = entry
@@ -112,12 +122,12 @@ class CallCache:
             options: of the operator.
             operator: its name.
         """
-        if logger.isEnabledFor(DEBUG):
+        if is_logged():
             return
         # Guards know which tensors require a gradient, but not whether gradients are recorded.
         enabled = torch.is_grad_enabled() if any([t.requires_grad for t in tensors]) else None
         entry = Entry(torch_internals.guard(tensors), enabled, program, call, options, operator)
-        full = (key, len(tensors), tensors[0].shape, requested_backend(), families_in_force.get(), resolved(None))
+        full = (key, len(tensors), tensors[0].shape, settings())
         entries = self._calls.setdefault(full, [])
         entries.append(entry)
         del entries[:-MOST_ENTRIES]
@@ -125,9 +135,9 @@ class CallCache:
 
     def program(self, key: Hashable, build: Callable[[], Program]) -> Program:
         """The program of this key, built if there is none."""
-        if logger.isEnabledFor(DEBUG):  # each call says which backend it takes
+        if is_logged():  # each call says which backend it takes
             return build()
-        full = (key, requested_backend(), families_in_force.get(), resolved(None))
+        full = (key, settings())
         found = self._programs.get(full)
         if found is None:
             found = self._programs[full] = build()

@@ -86,12 +86,8 @@ class Driver(NamedTuple):
 
 def is_hooked() -> bool:
     """Whether somebody wants to be told of launches: a profiler."""
-    settings = knobs.runtime
-    return _has_calls(settings.launch_enter_hook) or _has_calls(settings.launch_exit_hook)
-
-
-def _has_calls(hook: Any) -> bool:
-    return hook is not None and bool(getattr(hook, "calls", True))
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
 
 
 @lru_cache(maxsize=1)

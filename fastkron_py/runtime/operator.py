@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.batching import batchable, batchable_one_by_one, take
-from fastkron_py.runtime.call_cache import CACHE, about
+from fastkron_py.runtime.call_cache import CACHE, about, is_logged, settings
 from fastkron_py.runtime.eager import is_functionalizing, takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.program import Program
 
@@ -20,6 +21,11 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 """Every operator of the library is registered here."""
 
 _NODES: Final = "nodes of a backward pass"  # a word of `torch_internals.works`
+_MOST_REVERSES: Final = 4  # backward passes of a call, which differ in dy's strides or in the gradients that are needed
+
+# Asked at every backward pass: by one name, since each dot of a longer one takes its time.
+_is_grad_enabled = torch.is_grad_enabled
+_is_watching = torch_internals.is_watching
 
 
 def sign(*functions: type[torch.autograd.Function]) -> None:
@@ -55,6 +61,47 @@ class Saved(NamedTuple):
     options: tuple[Any, ...]
     needs: tuple[bool, ...]
     alone: bool
+
+
+class GradientCall(NamedTuple):
+    """A backward rule as one call.
+
+    Attributes:
+        operator: that makes the gradients.
+        tensors: of its call, in its order; None for those that are absent.
+        options: of its call.
+        places: for each tensor of the forward call the number of its gradient among the results, `DY` for the incoming gradient itself, or
+            None where no gradient is needed.
+    """
+
+    operator: Operator
+    tensors: tuple[Tensor | None, ...]
+    options: tuple[Any, ...]
+    places: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, operator: Operator, tensors: Sequence[Tensor | None], options: Sequence[Any], needs: Sequence[bool]) -> GradientCall:
+        """A call whose results are the gradients that are needed, in the order of the forward call's tensors."""
+        counter = itertools.count()
+        return cls(operator, tuple(tensors), tuple(options), tuple([next(counter) if need else None for need in needs]))
+
+    def run(self, dy: Tensor) -> list[Tensor | None]:
+        """The gradient of each tensor of the forward call."""
+        if not any(map(_is_made, self.places)):
+            return _placed([], self.places, dy)
+        found = self.operator(*self.operator._schema.listed(self.tensors), *self.options)
+        return _placed([found] if isinstance(found, Tensor) else found, self.places, dy)
+
+
+DY: Final = -1
+
+
+def _is_made(place: int | None) -> bool:
+    return place is not None and place != DY
+
+
+def _placed(found: Sequence[Tensor], places: Sequence[int | None], dy: Tensor) -> list[Tensor | None]:
+    return [None if place is None else dy if place == DY else found[place] for place in places]
 
 
 class _Schema:
@@ -112,6 +159,7 @@ class Operator:
         saving: Callable[..., Program] | None = None,
         fake: Callable[..., Any],
         backward: Callable[..., Sequence[Tensor | None]] | None = None,
+        gradient_call: Callable[..., GradientCall | None] | None = None,
         jvp: Callable[..., Any] | None = None,
         vmap: Callable[..., tuple[Any, Any]] | None = None,
         in_torch: Callable[..., Any] | None = None,
@@ -129,7 +177,10 @@ class Operator:
             saving: the same where a gradient is wanted, if that may be another program: its last results may be intermediates for the
                 backward pass.
             fake: from the arguments to results without numbers.
-            backward: from (saved, cotangents ...) to the tensors' gradients; its operations are derived for the next order.
+            backward: from (saved, cotangents ...) to the tensors' gradients; its operations are derived for the next order. Where there is
+                none, it is the gradient call.
+            gradient_call: from (saved, cotangents ...) to the backward rule as one call, or None where it is more than that. A later
+                backward pass of the same call runs that call's program at once.
             jvp: from (saved, tangents of the tensors) to those of the results.
             vmap: from (size, dimensions, tensors, options) to (results, their dimensions).
             in_torch: from (tensors, options) to the results, for transforms, where there is no jvp.
@@ -142,7 +193,10 @@ class Operator:
         self.name = self._schema.name
         self._build, self._saving, self._kept, self._unsaved, self._scalars = program, saving, kept, frozenset(unsaved), tuple(scalars)
         self._is_single = self._schema.returns == "Tensor"
-        self._backward, self._jvp, self._vmap, self._in_torch, self._places = backward, jvp, vmap, in_torch, places
+        self._gradient_call, self._jvp, self._vmap, self._in_torch, self._places = gradient_call, jvp, vmap, in_torch, places
+        if backward is None and gradient_call is not None:
+            backward = self._run_gradient_call
+        self._backward = backward
         full = f"{NAMESPACE}::{self.name}"
         LIBRARY.define(schema)
         LIBRARY.impl(self.name, self._implementation, "CompositeExplicitAutograd")
@@ -154,7 +208,7 @@ class Operator:
             torch.library.register_vmap(full, self._vmap_of_operator, lib=LIBRARY)
         self.registered = getattr(getattr(torch.ops, NAMESPACE), self.name)
         self._function = _function_of(self)
-        self._apply: Any = undecorated(self._function)
+        self._apply: Any = undecorated(_node_of(self))
 
     def __call__(self, *arguments: Any, key: Hashable = None) -> Any:
         """The results but for those that are kept.
@@ -177,7 +231,7 @@ class Operator:
                 return self._in_torch(tensors, options)
             if is_functionalizing():  # no autograd function may be
                 return self._shown(self.registered(*arguments))
-            return self._shown(self._function.apply(None, options, *tensors))
+            return self._shown(self._function.apply(options, *tensors))
         if not takes_fast_path(tensors):
             return self._shown(self.registered(*arguments))
         program = self._program(tensors, options, self._saving is not None and wants_gradient(tensors))
@@ -190,19 +244,7 @@ class Operator:
         """The function that runs a program on tensors like these; where a gradient is wanted, autograd's rule or the program's own."""
         if not wants_gradient(tensors):
             return self._run
-        if program.differentiable is not None:
-            return self._by_autograd
-        absent = [i for i, t in enumerate(tensors) if t is None]
-        if not absent:
-            return self._differentiable
-
-        def call(program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
-            spread: list[Any] = list(given)
-            for i in absent:
-                spread.insert(i, None)
-            return self._differentiable(program, spread, options)
-
-        return call
+        return self._by_autograd if program.differentiable is not None else Differentiable(self, tensors, program.saved)
 
     def _run(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
         """The results of a program, without gradients."""
@@ -214,10 +256,6 @@ class Operator:
         """The result of a program whose operations autograd records."""
         with without_autocast(given[0].device):
             return program.differentiable(*given, *self._numbers(options))  # type: ignore[misc]
-
-    def _differentiable(self, program: Program, tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Any:
-        """The same with gradients."""
-        return self._shown(self._apply(program, options, *tensors), program.saved)
 
     # ---- programs --------------------------------------------------------------------------------
 
@@ -258,16 +296,16 @@ class Operator:
 
     # ---- the rules, for the operator and for its function ------------------------------------------
 
-    def _save(
-        self, ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], output: Any, alone: bool, saved: int = 0
-    ) -> tuple[Any, ...]:
+    def _unsaved_of(self, tensors: Sequence[Any]) -> list[int]:
+        """The tensors that the derivatives do not read, of those that there are, by index."""
+        return [i for i in [i % len(tensors) for i in self._unsaved] if tensors[i] is not None]
+
+    def _save(self, ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], output: Any, alone: bool) -> tuple[Any, ...]:
         """Save the values that the derivatives read; return the tensors among them."""
-        ctx.kept = self._kept + saved
-        ctx.options, ctx.shapes, ctx.alone = options, None, alone
+        ctx.kept, ctx.options, ctx.shapes, ctx.alone = self._kept, options, None, alone
         ctx.absent = [i for i, t in enumerate(tensors) if t is None]
-        values = tensors
-        if any([tensors[i] is not None for i in self._unsaved]):
-            unsaved = [i % len(tensors) for i in self._unsaved]
+        values, unsaved = tensors, self._unsaved_of(tensors)
+        if unsaved:
             values = tuple([None if i in unsaved else t for i, t in enumerate(tensors)])
             ctx.shapes = [None if t is None else t.shape for t in tensors]
         if ctx.kept:
@@ -279,18 +317,24 @@ class Operator:
             ctx.save_for_backward(*values)
         return values
 
-    def _saved(self, ctx: Any, needs: tuple[bool, ...]) -> Saved:
-        found = ctx.saved_tensors
+    def _saved(self, ctx: Any, needs: tuple[bool, ...], found: tuple[Any, ...]) -> Saved:
+        """The values that were saved; found: the saved tensors."""
         if not ctx.kept:
             return Saved(found, (), ctx.shapes, ctx.options, needs, ctx.alone)
         return Saved(found[: -ctx.kept], found[-ctx.kept :], ctx.shapes, ctx.options, needs, ctx.alone)
+
+    def _run_gradient_call(self, saved: Saved, *cotangents: Tensor) -> Sequence[Tensor | None]:
+        call = self._gradient_call(saved, *cotangents)  # type: ignore[misc]
+        if call is None:
+            raise RuntimeError(f"{self.name}: expected a backward rule beside a gradient call that may be None")
+        return call.run(cotangents[0])
 
     def _reverse(self, ctx: Any, needs: tuple[bool, ...], cotangents: tuple[Any, ...]) -> Sequence[Tensor | None]:
         if not any(needs) or self._backward is None:
             return [None] * len(needs)
         if ctx.kept:
             cotangents = cotangents[: len(cotangents) - ctx.kept]
-        return self._backward(self._saved(ctx, needs), *cotangents)
+        return self._backward(self._saved(ctx, needs, ctx.saved_tensors), *cotangents)
 
     def _setup_operator(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, options = self._schema.split(inputs)
@@ -338,44 +382,41 @@ def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _function_of(operator: Operator) -> type[torch.autograd.Function]:
-    """The autograd function of an operator: its arguments are a program or None, the options, and the tensors."""
+    """The autograd function of an operator inside of torch.func's transforms: its arguments are the options and the tensors."""
     over: Callable[[Callable[..., Any]], Callable[..., Any]] = batchable if operator._in_torch is None else batchable_one_by_one
 
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(program: Program | None, options: tuple[Any, ...], *tensors: Any) -> Any:
-            if program is None:
-                if not takes_fast_path(tensors):  # inside a transform that has been peeled off: other tensors may be left
-                    found = operator.registered(*operator._schema.listed(tensors), *options)
-                    return tuple(found) if isinstance(found, list) else found
-                program = operator._program(tensors, options)
-            found = operator._results(program, _present(tensors), options)
+        def forward(options: tuple[Any, ...], *tensors: Any) -> Any:
+            if not takes_fast_path(tensors):  # inside a transform that has been peeled off: other tensors may be left
+                found = operator.registered(*operator._schema.listed(tensors), *options)
+            else:
+                found = operator._results(operator._program(tensors, options), _present(tensors), options)
             return tuple(found) if isinstance(found, list) else found
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            saved = 0 if inputs[0] is None else inputs[0].saved
-            values = operator._save(ctx, inputs[2:], inputs[1], output, True, saved)
-            if inputs[0] is None and operator._jvp is not None:  # with a program there is no forward mode
+            values = operator._save(ctx, inputs[1:], inputs[0], output, True)
+            if operator._jvp is not None:
                 ctx.save_for_forward(*values)
 
         @staticmethod
         @over
         def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-            needs = ctx.needs_input_grad[2:]
+            needs = ctx.needs_input_grad[1:]
             if torch.is_grad_enabled():
                 needs = asked_for(ctx, needs)
-            return None, None, *operator._reverse(ctx, needs, cotangents)
+            return None, *operator._reverse(ctx, needs, cotangents)
 
         @staticmethod
         @over
-        def jvp(ctx: Any, _program: None, _options: None, *tangents: Any) -> Any:
-            found = operator._jvp(operator._saved(ctx, (True,) * len(tangents)), tangents)  # type: ignore[misc]
+        def jvp(ctx: Any, _options: None, *tangents: Any) -> Any:
+            found = operator._jvp(operator._saved(ctx, (True,) * len(tangents), ctx.saved_tensors), tangents)  # type: ignore[misc]
             return tuple(found) if isinstance(found, list) else found
 
         @staticmethod
-        def vmap(info: Any, in_dims: tuple[Any, ...], _program: None, options: tuple[Any, ...], *tensors: Any) -> tuple[Any, Any]:
-            found, dims = operator._vmap(info.batch_size, in_dims[2:], tensors, options)  # type: ignore[misc]
+        def vmap(info: Any, in_dims: tuple[Any, ...], options: tuple[Any, ...], *tensors: Any) -> tuple[Any, Any]:
+            found, dims = operator._vmap(info.batch_size, in_dims[1:], tensors, options)  # type: ignore[misc]
             return (tuple(found), tuple(dims)) if isinstance(found, list) else (found, dims)
 
     if operator._jvp is None:
@@ -385,6 +426,134 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
     Function.__name__ = Function.__qualname__ = operator.name
     sign(Function)
     return Function
+
+
+# ---- the eager fast path ------------------------------------------------------------------------
+
+
+class _Reverse(NamedTuple):
+    """A backward pass that was made before.
+
+    Attributes:
+        needs: which gradients were needed.
+        options: of the forward call.
+        settings: that were in force.
+        check: whether other tensors are like the program's inputs.
+        program: that it ran.
+        numbers: the program's scalars.
+        picks: its inputs, as numbers among dy and the saved tensors.
+        places: as of the `GradientCall`.
+    """
+
+    needs: tuple[bool, ...]
+    options: tuple[Any, ...]
+    settings: tuple[Any, ...]
+    check: Callable[..., bool]
+    program: Program
+    numbers: tuple[float, ...]
+    picks: tuple[int, ...]
+    places: tuple[int | None, ...]
+
+
+class Differentiable:
+    """Runs programs of one call of an operator where gradients are wanted, and keeps the programs of its backward passes."""
+
+    __slots__ = ("_operator", "absent", "is_single", "kept", "reverses", "saved", "shapes", "unsaved")
+
+    def __init__(self, operator: Operator, tensors: Sequence[Tensor | None], saved: int) -> None:
+        """For tensors like these, and programs with this number of results that are saved."""
+        self._operator, self.saved, self.kept = operator, saved, operator._kept + saved
+        self.is_single = operator._is_single and not saved
+        self.absent = [i for i, t in enumerate(tensors) if t is None]
+        self.unsaved = operator._unsaved_of(tensors)
+        self.shapes = [None if t is None else t.shape for t in tensors] if self.unsaved else None
+        self.reverses: list[_Reverse] = []
+
+    def __call__(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
+        """The results but for those that are kept."""
+        tensors: Sequence[Any] = given
+        if self.absent:
+            tensors = list(given)
+            for i in self.absent:
+                tensors.insert(i, None)
+        found = self._operator._apply(self, program, given, options, *tensors)
+        return found if self.is_single else self._operator._shown(found, self.saved)
+
+    def reverse(self, ctx: Any, needs: tuple[bool, ...], values: tuple[Any, ...]) -> list[Tensor | None] | None:
+        """The gradients by a program that a backward pass like this one has run, None if there was none; values: dy and what was saved."""
+        if _is_watching() or is_logged():
+            return None
+        given_so = needs, ctx.options, settings()
+        for *so, check, program, numbers, picks, places in self.reverses:
+            if tuple(so) == given_so:
+                given = [values[i] for i in picks]
+                if check(*given) and (not program.has_places or program.takes(given)):
+                    return _placed(program(given, numbers), places, values[0])
+        return None
+
+    def run(self, call: GradientCall, ctx: Any, needs: tuple[bool, ...], values: tuple[Any, ...]) -> list[Tensor | None]:
+        """The gradients by a call of the backward operator, whose program is kept."""
+        found, given = call.run(values[0]), _present(call.tensors)
+        picks = tuple([next((i for i, v in enumerate(values) if v is t), -1) for t in given])
+        entry = CACHE.find(call.operator._key(call.tensors, call.options), given) if given and -1 not in picks else None
+        if entry is not None:
+            numbers = call.operator._numbers(call.options) if entry.program.has_scalars else ()
+            self.reverses.append(_Reverse(needs, ctx.options, settings(), entry.check, entry.program, numbers, picks, call.places))
+            del self.reverses[:-_MOST_REVERSES]
+        return found
+
+
+def _node_of(operator: Operator) -> type[torch.autograd.Function]:
+    """The autograd function of an operator on the eager fast path, which torch.func's transforms never see.
+
+    Its arguments are a `Differentiable`, a program, its inputs, the options, and the tensors.
+    """
+    over: Callable[[Callable[..., Any]], Callable[..., Any]] = batchable if operator._in_torch is None else batchable_one_by_one
+
+    @over
+    def general(state: tuple[Any, tuple[bool, ...], tuple[Any, ...]], *cotangents: Any) -> Sequence[Tensor | None]:
+        ctx, needs, found = state
+        if not any(needs) or operator._backward is None:
+            return [None] * len(needs)
+        saved, shown = operator._saved(ctx, needs, found), cotangents[: len(cotangents) - ctx.kept]
+        as_call, is_plain = operator._gradient_call, not _is_grad_enabled() and not torch_internals.is_batching()
+        call = None if as_call is None or not is_plain else as_call(saved, *shown)
+        return operator._backward(saved, *shown) if call is None else ctx.call.run(call, ctx, needs, (*shown[:1], *found))
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, call: Differentiable, program: Program, given: Sequence[Tensor], options: tuple[Any, ...], *tensors: Any
+        ) -> Any:
+            found: Any = program(given, operator._numbers(options) if program.has_scalars else ())
+            found = found[0] if call.is_single else tuple(found)
+            ctx.call, ctx.options = call, options
+            values = tensors if not call.unsaved else [None if i in call.unsaved else t for i, t in enumerate(tensors)]
+            if call.kept:
+                kept = found[-call.kept :]
+                ctx.mark_non_differentiable(*kept)
+                torch_internals.want_no_zeros(ctx)
+                values = (*values, *kept)
+            ctx.save_for_backward(*values)
+            return found
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+            # Saved tensors are read once: a checkpoint makes them anew.
+            call, needs, found = ctx.call, ctx.needs_input_grad[4:], ctx.saved_tensors
+            made = None
+            if _is_grad_enabled():
+                ctx.absent = call.absent
+                needs = asked_for(ctx, needs)
+            elif call.reverses:
+                made = call.reverse(ctx, needs, (cotangents[0], *found))
+            if made is None:
+                ctx.kept, ctx.shapes, ctx.alone = call.kept, call.shapes, True
+                made = general((ctx, needs, found), *cotangents)
+            return None, None, None, None, *made
+
+    Node.__name__ = Node.__qualname__ = operator.name
+    return Node
 
 
 def second_order(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from fastkron_py.runtime import torch_internals
 _getter: Callable[[str, str], Any] | None = None  # of torch's settings; None before one was asked for
 
 
-def _settings(device: torch.device) -> Any:
-    """Where torch keeps the precision of float32 matrix products on a device (torch 2.9 and later)."""
-    return torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+def _matmul_settings(is_cuda: bool) -> Any:
+    """Where torch keeps the precision of float32 matrix products on GPUs or CPUs (torch 2.9 and later)."""
+    return torch.backends.cuda.matmul if is_cuda else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 def _find_getter() -> Callable[[str, str], Any]:
@@ -27,7 +27,7 @@ def _find_getter() -> Callable[[str, str], Any]:
 
 
 def _public_getter(backend: str, operation: str) -> Any:
-    return torch.backends.cuda.matmul.fp32_precision
+    return _matmul_settings(backend == "cuda").fp32_precision
 
 
 def resolved(precision: str | None) -> str:
@@ -55,8 +55,15 @@ def has_precisions(dtype: torch.dtype) -> bool:
 def torch_products(x: Tensor, precision: str | None) -> contextlib.AbstractContextManager[None]:
     """Let torch multiply tensors like x in this precision; None leaves its setting, which is the process's."""
     if precision is None or not has_precisions(x.dtype):
-        return contextlib.nullcontext()
-    return _with_setting(_settings(x.device), precision)
+        return _AS_IT_IS
+    # Setting a precision that is in force takes longer than launching a small product.
+    in_force = (_getter or _find_getter())("cuda" if x.is_cuda else "mkldnn", "matmul")
+    if in_force == "tf32" if precision != "highest" else in_force not in ("tf32", "bf16"):
+        return _AS_IT_IS
+    return _with_setting(_matmul_settings(x.is_cuda), precision)
+
+
+_AS_IT_IS: Final = contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -138,16 +139,13 @@ class Step:
 class _Ready(NamedTuple):
     """A step with its kernel compiled: a launch past everything that looks at arguments."""
 
-    makes: Sequence[Make]
-    called: Step | None  # a call of torch, which has none of the fields below
-    shifts: Sequence[Shift]
-    tuples: tuple[tuple[int, Callable[[Any], tuple[Any, ...]]], ...]
-    descriptors: Sequence[Descriptor]
-    launch: Callable[..., None]
-    grid: int
-    first: tuple[Any, ...]  # arguments of the launcher before the kernel's
+    makes: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype | None], ...]  # as of `Make`, with strides
+    launch: Callable[..., None] | None  # of the kernel's arguments; None for a call of torch, which has none of the three fields below
     operands: Callable[[Any], tuple[Any, ...]]
     rest: tuple[Any, ...]  # the kernel's arguments after the operands: strides, scalars, constants
+    tuples: tuple[tuple[int, Callable[[Any], tuple[Any, ...]]], ...]  # as of `Step`
+    derives: bool  # whether places and descriptors are worked out before it
+    step: Step
     drops: Sequence[int]
 
 
@@ -177,6 +175,7 @@ class Places(NamedTuple):
     orders: tuple[tuple[tuple[int, int, int], int], ...] = ()
 
 
+_MOST_COMPILED: Final = 8  # pairs of scalars and a stream
 _ALIGNED: Final = 15  # bits of an address that are zero, as compiled kernels and descriptors want it
 
 
@@ -225,7 +224,7 @@ class Program:
         self.has_scalars = any([isinstance(s, Scalar) for step in steps for s in step.scalars])
         self._aligned, self._orders = places
         self.has_places = bool(self._aligned or self._orders)
-        self._compiled: tuple[tuple[int, ...], tuple[_Ready, ...]] | None = None  # for these patterns of scalars
+        self._compiled: dict[tuple[tuple[int, ...], int], tuple[_Ready, ...]] = {}  # by patterns of scalars, and stream
         self._device = -1
         self._get_device: Callable[[], int] = _no_device
         self._get_stream: Callable[[int], int] = _no_device
@@ -289,12 +288,10 @@ class Program:
         for address in addresses:
             unaligned |= address
         patterns = tuple([bits(s) for s in scalars]) if self.has_scalars else ()
-        compiled = self._compiled
-        if compiled is None or compiled[0] != patterns:
-            compiled = self._compile(patterns)
-        if compiled is None or unaligned & _ALIGNED or self._is_unaligned or self._is_hooked():
-            return self._run_by_tensors(given, scalars, patterns)
         stream = self._get_stream(self._device)
+        steps = self._compiled.get((patterns, stream)) or self._compile(patterns, stream)
+        if steps is None or unaligned & _ALIGNED or self._is_unaligned or self._is_hooked():
+            return self._run_by_tensors(given, scalars, patterns)
         like = given[0]
         held: dict[int, Tensor] = {}
         addresses += self._blank
@@ -303,49 +300,45 @@ class Program:
             base = pool.data_ptr()
             for number, offset in self._offsets:
                 addresses[number] = base + offset
-        for makes, called, shifts, tuples, descriptors, launch, grid, first, operands, rest, drops in compiled[1]:
-            for number, shape, strides, dtype in makes:
-                if strides is not None:
-                    made = like.new_empty_strided(shape, strides, dtype=dtype)
-                else:  # each argument takes its time
-                    made = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
+        for makes, launch, operands, rest, tuples, derives, step, drops in steps:
+            for number, shape, strides, dtype in makes:  # each argument takes its time
+                made = like.new_empty_strided(shape, strides) if dtype is None else like.new_empty_strided(shape, strides, dtype=dtype)
                 held[number] = made
                 addresses[number] = made.data_ptr()
-            if called is not None:
-                for number, made in zip(called.results or (), _called(called, given, held, scalars), strict=True):
+            if launch is None:
+                for number, made in zip(step.results or (), _called(step, given, held, scalars), strict=True):
                     held[number] = made
                     addresses[number] = made.data_ptr()
             else:
-                for number, source, nbytes, _ in shifts:
-                    addresses[number] = addresses[source] + nbytes
+                if derives:
+                    _derive(step, addresses)
                 for number, parts in tuples:
                     addresses[number] = parts(addresses)
-                for descriptor in descriptors:
-                    number, source, type_, template, other, _ = descriptor
-                    addresses[number] = (
-                        remade(type_, template, Place(addresses[source])) if other is None else _made_descriptor(descriptor, addresses)
-                    )
-                launch(grid, 1, 1, stream, *first, *operands(addresses), *rest)
+                launch(*operands(addresses), *rest)
             for number in drops:  # held until its last reader is launched: from then on, the stream's order guards it
                 del held[number]
         return [held[number] if shape is None else held[number].view(shape) for number, shape in self._results]
 
-    def _compile(self, patterns: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[_Ready, ...]] | None:
+    def _compile(self, patterns: tuple[int, ...], stream: int) -> tuple[_Ready, ...] | None:
         """The steps with compiled kernels, which a first run sees to where there is a compiler; else None."""
         found = []
         for step in self._steps:
+            makes = tuple([(m.number, m.shape, contiguous(m.shape) if m.strides is None else m.strides, m.dtype) for m in step.makes])
             if step.results is not None:
-                found.append(_Ready(step.makes, step, (), (), (), _no_launch, 0, (), tuple, (), step.drops))
+                found.append(_Ready(makes, None, tuple, (), (), False, step, step.drops))
                 continue
             ready = step.run.ready()
             if ready is None:
                 return None
-            tuples = tuple([(number, _picker(parts)) for number, parts in step.tuples])
+            launch = partial(ready.launch, ready.grid, 1, 1, stream, *ready.first)
             rest = (*ready.between, *_with_scalars(step.scalars, patterns), *ready.after)
-            around = (step.makes, None, step.shifts, tuples, step.descriptors)
-            found.append(_Ready(*around, ready.launch, ready.grid, ready.first, _picker(step.operands), rest, step.drops))
-        self._compiled = (patterns, tuple(found))
-        return self._compiled
+            tuples = tuple([(number, _picker(parts)) for number, parts in step.tuples])
+            derives = bool(step.shifts or step.descriptors)
+            found.append(_Ready(makes, launch, _picker(step.operands), rest, tuples, derives, step, step.drops))
+        if len(self._compiled) >= _MOST_COMPILED:
+            self._compiled.clear()
+        self._compiled[patterns, stream] = steps = tuple(found)
+        return steps
 
     def _run_by_tensors(self, given: Sequence[Tensor], scalars: tuple[float, ...], patterns: tuple[int, ...]) -> list[Tensor]:
         """The same through Triton's JIT functions, which also compile, and take any alignment."""
@@ -390,6 +383,14 @@ def _called(step: Step, given: Sequence[Tensor], held: dict[int, Any], scalars: 
     return (found,) if isinstance(found, Tensor) else () if found is None else found
 
 
+def _derive(step: Step, addresses: list[Any]) -> None:
+    """Work out the places and descriptors of a launch."""
+    for number, source, nbytes, _ in step.shifts:
+        addresses[number] = addresses[source] + nbytes
+    for descriptor in step.descriptors:
+        addresses[descriptor.number] = _made_descriptor(descriptor, addresses)
+
+
 def _made_descriptor(descriptor: Descriptor, values: Sequence[Any]) -> Any:
     """A descriptor of a value, which is an address or a tensor."""
     base, template = values[descriptor.source], descriptor.template
@@ -410,8 +411,9 @@ def _no_device(_: int = -1) -> int:
     return -1
 
 
-def _no_launch(*_: Any) -> None:
-    """Stands where a step calls torch."""
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, as torch has them."""
+    return tuple([math.prod([max(n, 1) for n in shape[i + 1 :]]) for i in range(len(shape))])
 
 
 def _picker(numbers: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:

@@ -308,7 +308,7 @@ def sum_launcher(size: int, programs: int, groups: int = 1, programs_first: bool
     return Launcher([LaunchConfig(_sum_partials_kernel, (groups * math.ceil(size / block),), arguments)])
 
 
-@triton.jit(do_not_specialize=["alpha"])
+@triton.jit(do_not_specialize=["alpha", "programs"])
 def _sum_partials_kernel(
     partial_ptr,  # [B, programs, SIZE] in these strides
     out_ptr,  # [B, SIZE]

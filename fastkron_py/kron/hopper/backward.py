@@ -150,7 +150,7 @@ def _stage_transposed(
         return shared, shared
 
 
-@gluon.jit(do_not_specialize=["alpha"])
+@gluon.jit(do_not_specialize=["alpha", "num_tiles", "programs"], do_not_specialize_on_alignment=["before"])
 def _chained_step_bwd_kernel(
     u_ptr,  # [B, L, before, P, after]
     g_ptr,  # [B, L, before, Q, after]

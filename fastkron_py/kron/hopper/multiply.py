@@ -234,7 +234,7 @@ def _run_steps(
     return acc
 
 
-@gluon.jit(do_not_specialize=["alpha", "beta"])
+@gluon.jit(do_not_specialize=["alpha", "beta", "num_tiles", "num_slices"], do_not_specialize_on_alignment=["before"])
 def _chained_multiply_fwd_kernel(
     x_ptr,  # [B, L, before, P, after], P the product of all P_i
     factor_ptrs,  # each [B, P_i, Q_i]

@@ -200,7 +200,7 @@ def _store(
     gl.store(y_row + n, y)
 
 
-@gluon.jit(do_not_specialize=["alpha", "beta"])
+@gluon.jit(do_not_specialize=["alpha", "beta", "num_slices", "programs"], do_not_specialize_on_alignment=["before"])
 def _whole_row_fwd_kernel(
     x_ptr,  # [B, L, before, P], P the product of all P_i
     factor_ptrs,  # each [B, P_i, Q_i]

@@ -113,7 +113,7 @@ def _times_matrix(x, h_ptr, h_strides, ORDER: gl.constexpr, M: gl.constexpr, TIL
     return gl.reshape(in_order(gl.reshape(sums, twos(ORDER)), BACK), [1 << TILE])
 
 
-@gluon.jit(do_not_specialize=["scale"])
+@gluon.jit(do_not_specialize=["scale", "rows"])
 def _hadamard_fwd_kernel(
     x_ptr,  # [rows, m * 2^k]
     h_ptr,  # [P, P] of bfloat16, P the power of two from M on, where M > 1
@@ -226,7 +226,7 @@ def _times(t, factor_ptrs, factor_strides, batch, MODE: gl.constexpr, TILE: gl.c
     return gl.reshape(in_order(y, BACK), [1 << TILE])
 
 
-@gluon.jit(do_not_specialize=["alpha", "beta"])
+@gluon.jit(do_not_specialize=["alpha", "beta", "num_slices", "programs"])
 def _small_factors_fwd_kernel(
     x_ptr,  # [B, L, 1, P], P the product of all P_i
     factor_ptrs,  # each [B, P_i, P_i]

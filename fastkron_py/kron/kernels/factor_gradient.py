@@ -6,7 +6,7 @@ import triton.language as tl
 from fastkron_py.tiling.addresses import dot, extracted, load_slices, slice_index, slice_mask, slice_offsets, words
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slices"], do_not_specialize_on_alignment=["before"])
 def _factor_gradient_kernel(
     u_ptr,  # [B, L, before, P, after]
     g_ptr,  # [B, L, before, Q, after]

@@ -64,7 +64,7 @@ def _valid(mask_s, P: tl.constexpr, P_PAD: tl.constexpr, Q: tl.constexpr, Q_PAD:
     return tl.reshape(mask_s, (BLOCK_S, 1, 1)) & p & q
 
 
-@triton.jit(do_not_specialize=["alpha"])
+@triton.jit(do_not_specialize=["alpha", "num_slices", "num_tiles", "programs"], do_not_specialize_on_alignment=["before"])
 def _fused_multiply_bwd_kernel(
     u_ptr,  # [B, L, before, P, after], P = P_A * P_B
     g_ptr,  # [B, L, before, Q, after]

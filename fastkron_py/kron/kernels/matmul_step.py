@@ -28,7 +28,7 @@ def _left(size, first, BLOCK: tl.constexpr):
     return tl.minimum(tl.maximum(size - first, 0), BLOCK).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["alpha", "beta"])
+@triton.jit(do_not_specialize=["alpha", "beta", "count"])
 def _copy_matrices_kernel(
     x_ptr,  # [B, n, I, J]
     z_ptr,  # [B, n, I, J]

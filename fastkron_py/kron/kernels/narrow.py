@@ -18,7 +18,7 @@ from fastkron_py.tiling.addresses import (
 )
 
 
-@triton.jit(do_not_specialize=["alpha", "beta"])
+@triton.jit(do_not_specialize=["alpha", "beta", "num_tiles", "num_slices"], do_not_specialize_on_alignment=["before"])
 def _narrow_multiply_fwd_kernel(
     x_ptr,  # [B, L, before, P, after]
     factor_ptrs,  # each [B, P_i, Q_i]
@@ -84,7 +84,7 @@ def _narrow_multiply_fwd_kernel(
         store_elements(y_ptr + y_offsets, y, mask, PARTS, False)
 
 
-@triton.jit(do_not_specialize=["alpha"])
+@triton.jit(do_not_specialize=["alpha", "num_slices", "num_tiles", "programs"], do_not_specialize_on_alignment=["before"])
 def _narrow_multiply_bwd_kernel(
     u_ptr,  # [B, L, before, P, after]
     g_ptr,  # [B, L, before, Q, after]

@@ -306,7 +306,7 @@ def store_quantized(
         _store_values(ys, scale, y_ptr, PARTS, TRANSPOSED, SIZES, False)
 
 
-@triton.jit(do_not_specialize=["alpha", "beta"])
+@triton.jit(do_not_specialize=["alpha", "beta", "num_slices", "programs"], do_not_specialize_on_alignment=["before"])
 def _row_pair_fwd_kernel(
     x_ptr,  # [B, L, before, PA * PB]
     factor_ptrs,  # each [B, P_i, Q_i]

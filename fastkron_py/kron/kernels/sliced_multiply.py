@@ -22,7 +22,7 @@ from fastkron_py.tiling.addresses import (
 )
 
 
-@triton.jit(do_not_specialize=["alpha", "beta"])
+@triton.jit(do_not_specialize=["alpha", "beta", "num_tiles", "num_slices"], do_not_specialize_on_alignment=["before"])
 def _sliced_multiply_fwd_kernel(
     x_ptr,  # [B, L, before, P, after]
     factor_ptrs,  # each [B, P_i, Q_i]
@@ -130,7 +130,7 @@ def _multiply_step(
     return swapped(t, BLOCK_S, REST, Q_PAD, PARTS)
 
 
-@triton.jit(do_not_specialize=["alpha", "beta"])
+@triton.jit(do_not_specialize=["alpha", "beta", "num_tiles", "num_slices"], do_not_specialize_on_alignment=["before"])
 def _fused_multiply_fwd_kernel(
     x_ptr,  # [B, L, before, P, after], P the product of all P_i
     factor_ptrs,
