@@ -239,7 +239,7 @@ def _store(sums, first_n, where, OPTIONS: gl.constexpr, SUMS: gl.constexpr, WIDT
     gl.store(out_ptr + offsets, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["alpha", "beta", "height", "depth", "steps_per_split", "items"], do_not_specialize_on_alignment=["before"])
+@gluon.jit(do_not_specialize=["alpha", "beta", "height", "steps_per_split", "items"])
 def _wide_product_kernel(
     left_ptr,  # x or u, [B, L, before, P, after]
     right_ptrs,  # the factor [B, P, Q], or g [B, L, before, Q, after]; one
