@@ -66,13 +66,8 @@ SLOTS = "distributed/transport/slots.py"
 FAULTS = [
     # Calls that are kept.
     Fault(CALLS, "and (enabled is None or enabled == _is_grad_enabled())", "and True", CACHED),
-    Fault(
-        CALLS,
-        "tensors[0].shape, requested_backend(), families_in_force.get(), resolved(None))\n            entries",
-        "tensors[0].shape)\n            entries",
-        CACHED,
-    ),
-    Fault(CALLS, "full = (key, requested_backend(), families_in_force.get(), resolved(None))", "full = key", CACHED),
+    Fault(CALLS, "tensors[0].shape, settings())\n            entries", "tensors[0].shape)\n            entries", CACHED),
+    Fault(CALLS, "full = (key, settings())", "full = key", CACHED),
     Fault(CALLS, "(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0)", "(t.shape, t.dtype, t.data_ptr() & 15 == 0)", CACHED),
     Fault(CALLS, "if entries is None or _is_watching() or", "if entries is None or", CACHED),
     Fault(CALLS, "check(*tensors)\n", "True\n", CACHED),
