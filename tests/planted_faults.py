@@ -3,6 +3,7 @@
     python tests/planted_faults.py                  all of them, those that `make test` runs of the tests that a fault names
     python tests/planted_faults.py --only stride    those whose text holds a word
     python tests/planted_faults.py --json out.json  also written as JSON
+    python tests/planted_faults.py --workers 16     as many at a time, each in a copy of its own
     python tests/planted_faults.py --check          only whether each one's code is still there, once
 
 A fault that no test finds shows what the tests do not hold. Run it before tests are deleted and afterwards: what was found is to be found.
@@ -13,13 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import Queue
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
@@ -359,39 +365,59 @@ def copy_of_library(folder: Path) -> None:
             shutil.copy(path, folder / path.name)
 
 
+def first_failure(tests: str, folder: Path) -> str | None:
+    """The first of some tests that fails in a folder; None if all pass, or none is chosen."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not full", *shlex.split(tests)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode in (0, 5):
+        return None
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return (failed or [done.stdout[-200:]])[0]
+
+
 def outcome(fault: Fault, folder: Path) -> tuple[str, float, str]:
-    """("killed" or "survived", seconds, the first test that fails)."""
+    """("killed" or "survived", seconds, the first test that fails); "unknown" where that test fails without the fault, too."""
     path = folder / fault.path
     text, start = path.read_text(), time.perf_counter()
     path.write_text(text.replace(fault.old, fault.new))
     try:
         for tests in [t for t in fault.tests if (folder / t.split()[0]).exists()]:
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-x",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "-m",
-                "not gpu and not full",
-                *shlex.split(tests),
-            ]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode not in (0, 5):
-                failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                return "killed", time.perf_counter() - start, (failed or [done.stdout[-200:]])[0]
+            failed = first_failure(tests, folder)
+            if failed is not None:
+                path.write_text(text)
+                names = re.findall(r"^(?:FAILED|ERROR) ([^ ]+)", failed)
+                without = first_failure(shlex.quote(names[0]), folder) if names else None
+                return "killed" if without is None else "unknown", time.perf_counter() - start, failed
         return "survived", time.perf_counter() - start, ""
     finally:
         path.write_text(text)
+
+
+def planted(faults: Sequence[Fault], workers: int) -> Iterator[tuple[Fault, tuple[str, float, str]]]:
+    """Each fault's outcome, as it comes; workers plant one at a time, each in a copy of its own."""
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(workers) as pool:
+        folders: Queue[Path] = Queue()
+        for i in range(workers):
+            copy_of_library(Path(name) / str(i))
+            folders.put(Path(name) / str(i))
+
+        def run(fault: Fault) -> tuple[Fault, tuple[str, float, str]]:
+            folder = folders.get()
+            try:
+                return fault, outcome(fault, folder)
+            finally:
+                folders.put(folder)
+
+        for done in as_completed([pool.submit(run, fault) for fault in faults]):
+            yield done.result()
 
 
 def main() -> int:
     """Plant, run, print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="faults whose path or code holds this")
+    parser.add_argument("--workers", type=int, default=1, help="that plant faults at a time")
     parser.add_argument("--json", type=Path, help="also write the table there")
     parser.add_argument("--check", action="store_true", help="only whether each fault's code is there")
     arguments = parser.parse_args()
@@ -401,18 +427,13 @@ def main() -> int:
     if arguments.check:
         return bool(gone)
     rows = []
-    with tempfile.TemporaryDirectory() as name:
-        copy_of_library(Path(name))
-        for number, fault in enumerate(f for f in chosen if not missing(f)):
-            status, seconds, test = outcome(fault, Path(name))
-            rows.append(
-                {"path": fault.path, "old": fault.old, "new": fault.new, "outcome": status, "seconds": round(seconds), "test": test}
-            )
-            print(f"{number + 1:3} {status:8} {seconds:5.0f} s  {fault.path}: {fault.old.strip()[:60]!r} {test[:100]}", flush=True)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(rows, indent=1))
-    killed = sum(row["outcome"] == "killed" for row in rows)
-    print(f"{killed} killed, {len(rows) - killed} survived, {len(gone)} not planted")
+    for fault, (status, seconds, test) in planted([f for f in chosen if not missing(f)], arguments.workers):
+        rows.append({"path": fault.path, "old": fault.old, "new": fault.new, "outcome": status, "seconds": round(seconds), "test": test})
+        print(f"{len(rows):3} {status:8} {seconds:5.0f} s  {fault.path}: {fault.old.strip()[:60]!r} {test[:100]}", flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=1))
+    counts = Counter([row["outcome"] for row in rows])
+    print(", ".join([f"{counts[status]} {status}" for status in ("killed", "survived", "unknown")]) + f", {len(gone)} not planted")
     return 0
 
 
