@@ -123,9 +123,10 @@ def test_without_gradients_nothing_is_cut(device: torch.device, monkeypatch: pyt
     assert torch.equal(kron_matmul(x, factors), whole)
 
 
-def test_a_product_alone_does_not_import_the_planner_of_backward_passes() -> None:
-    code = """
+def test_a_product_alone_does_not_import_the_planner_of_backward_passes(device: torch.device) -> None:
+    code = f"""
 import sys, torch, fastkron_py
+torch.set_default_device("{device}")
 with fastkron_py.backend("triton"):
     fastkron_py.kron_matmul(torch.ones(2, 4), [torch.eye(2)] * 2)
 assert "fastkron_py.kron.forward" in sys.modules
