@@ -1,14 +1,17 @@
-"""The families of kernels, each a module, by name.
+"""The families of kernels: the modules of this package, each of which has a name.
 
 A family makes offers for neighbouring factors, which `planner` chooses from, and launches those that are chosen. It is plain Python: its
-kernels, and what launches them, are imported by the functions that need them.
+kernels, and what launches them, are imported by the functions that need them. A file that is put here is a family, and no other file
+lists it: docs/how_it_works/kernels.md adds one.
 """
 
 from __future__ import annotations
 
+import pkgutil
+from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from fastkron_py.kron.families import butterfly, fragments, narrow, slice_pair, tile, torch_products, wgmma, whole_row
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment
 
@@ -30,11 +33,15 @@ class Family(Protocol):
 
     Attributes:
         name: of the family, by which a `Launch` names it.
+        order: of offers of equal cost, that of the family with the lower number is taken.
         moves_to_front: whether its launches may store their modes ahead of all others; else modes stay in place.
     """
 
     @property
     def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def order(self) -> int: ...  # noqa: D102
 
     @property
     def moves_to_front(self) -> bool: ...  # noqa: D102
@@ -71,11 +78,13 @@ class Tunable(Family, Protocol):
         """Return why a configuration is not valid for a launch that the family offers, or None."""
 
 
-FAMILIES: Final[tuple[Family, ...]] = (narrow, tile, slice_pair, whole_row, butterfly, fragments, wgmma, torch_products)
-"""Of offers of equal cost, that of the earlier family is taken."""
+_GRADIENTS: Final = "_gradients"  # ends the names of modules that backward passes alone import
+_names = [module.name for module in pkgutil.iter_modules(__path__)]
+_found: list[Any] = [import_module(f"{__name__}.{module}") for module in _names if not module.endswith(_GRADIENTS)]
 
+FAMILIES: Final[tuple[Family, ...]] = tuple(sorted(_found, key=lambda family: family.order))
 BY_NAME: Final = {family.name: family for family in FAMILIES}
-TUNABLE: Final[dict[str, Tunable]] = {family.name: family for family in (tile, fragments)}
+TUNABLE: Final[dict[str, Tunable]] = {family.name: family for family in _found if hasattr(family, "choices")}
 
 
 class GradientFamily(Protocol):
@@ -84,6 +93,9 @@ class GradientFamily(Protocol):
     @property
     def name(self) -> str: ...  # noqa: D102
 
+    @property
+    def gradient_order(self) -> int: ...  # noqa: D102
+
     def gradient_seconds(self, problem: GroupProblem) -> float | str:
         """Return the modelled seconds of a group's gradients and, of a fused group, its dx; or what is in the way."""
 
@@ -91,11 +103,12 @@ class GradientFamily(Protocol):
         """Return how a group is launched that the family takes."""
 
 
+@lru_cache(maxsize=1)
 def gradient_families() -> tuple[GradientFamily, ...]:
-    """Return the families with gradients; of equal seconds, those of the earlier one are taken."""
-    from fastkron_py.kron.families import fragments_gradients, tile_gradients
-
-    return (narrow, fragments_gradients, tile_gradients, wgmma, torch_products)
+    """Return the families with gradients, in their order; of equal seconds, those of the earlier one are taken."""
+    apart: list[Any] = [import_module(f"{__name__}.{module}") for module in _names if module.endswith(_GRADIENTS)]
+    found = [family for family in (*_found, *apart) if hasattr(family, "gradient_seconds")]
+    return tuple(sorted(found, key=lambda family: family.gradient_order))
 
 
 def family_of(launch: Launch) -> Family:
@@ -116,10 +129,11 @@ def asked(problem: Problem) -> list[Family]:
 
 def missing(dtype: torch.dtype, gpu: GPU) -> tuple[str, ...]:
     """Return the families that would multiply this type on a GPU, but whose kernels this Triton cannot compile."""
-    in_gluon = (fragments, wgmma, whole_row, butterfly)
+    in_gluon = [family for family in _found if hasattr(family, "kernel")]
     return tuple([family.name for family in in_gluon if family.takes(dtype, gpu) and family.kernel() is None])
 
 
 def most_elements(problem: Problem) -> int:
     """Return the real numbers of the largest tile of any family: no one has offers for segments that are wider on one side at least."""
-    return max(tile.CHAIN_TILE[problem.itemsize], fragments.WARP_TILE if fragments.takes(problem.dtype, problem.gpu) else 0)
+    most: int = max([family.most_elements(problem) for family in _found if hasattr(family, "most_elements")])
+    return most

@@ -173,6 +173,7 @@ def _ends_transform(phase: Phase, vector: int) -> bool:
 # ---- small factors --------------------------------------------------------------------------------
 
 name: Final = "small_factors"
+order: Final = 40
 moves_to_front: Final = True
 add: Final = add_launch
 

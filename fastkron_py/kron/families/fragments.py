@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "fragments"
+order: Final = 50
 moves_to_front: Final = True
 add: Final = add_launch
 
@@ -367,6 +368,11 @@ def takes_gradients(dtype: torch.dtype, gpu: GPU) -> bool:
 def refusal(problem: Problem) -> str | None:
     """What is in the way of any launch."""
     return None if takes(problem.dtype, problem.gpu) else "takes a Hopper GPU, and float32 or half precision"
+
+
+def most_elements(problem: Problem) -> int:
+    """Real numbers of the largest tile."""
+    return WARP_TILE if takes(problem.dtype, problem.gpu) else 0
 
 
 def candidates(segment: Segment) -> list[Candidate] | str:

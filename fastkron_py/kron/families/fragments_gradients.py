@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = fragments.name
+gradient_order: Final = 10
 
 STEP_WIDTHS: Final = (16, 32, 64)
 GRADIENT_WIDTHS: Final = (16, 32, 64, 128)  # without dx

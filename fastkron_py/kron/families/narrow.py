@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "narrow"
+order: Final = 0
+gradient_order: Final = 0
 moves_to_front: Final = True
 add: Final = add_launch
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "slice_pair"
+order: Final = 20
 moves_to_front: Final = False  # a slice is stored where it was
 add: Final = add_launch
 

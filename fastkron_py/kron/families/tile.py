@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "tile"
+order: Final = 10
 moves_to_front: Final = True
 add: Final = add_launch
 
@@ -289,6 +290,11 @@ def looped_seconds(mode: Mode) -> float:
 def refusal(problem: Problem) -> str | None:
     """Nothing is in the way."""
     return None
+
+
+def most_elements(problem: Problem) -> int:
+    """Real numbers of the largest tile."""
+    return CHAIN_TILE[problem.itemsize]
 
 
 def candidates(segment: Segment) -> list[Candidate] | str:

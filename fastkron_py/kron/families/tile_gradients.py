@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = tile.name
+gradient_order: Final = 20
 
 # Widest step of a fused kernel, and of a chain, in real numbers: beyond it the sums, operands and factors do not fit into registers.
 STEP_WIDTH: Final = 64

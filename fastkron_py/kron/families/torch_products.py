@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "torch_products"
+order: Final = 70
+gradient_order: Final = 40
 moves_to_front: Final = False
 ALGORITHMS: Final = ("matmul", "copying", "gemm")
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "wgmma"
+order: Final = 60
+gradient_order: Final = 30
 moves_to_front: Final = True
 add: Final = add_launch
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "whole_row"
+order: Final = 30
 moves_to_front: Final = False  # a row is stored where it was
 add: Final = add_launch
 
