@@ -54,16 +54,12 @@ class TransportModel:
     Attributes:
         name: in plans, and for ``plan(transport=...)``.
         label: how parts of an exchange go, in a printed plan.
-        option: the argument of `plan` besides transport that asks for it, or forbids it; empty without.
-        stages: it is for exchanges between stages too, not for products of whole rows alone.
         multiplies: of whole rows it takes over the product as well, which may read and write columns in blocks.
         slots: buffers on each rank beside a product's, each as large as the most that the exchange of a chunk brings a rank.
     """
 
     name: str
     label: str
-    option: str = ""
-    stages: bool = True
     multiplies: bool = False
     slots: int = 0
 
@@ -71,17 +67,9 @@ class TransportModel:
         """Whether a plan may choose it, unasked, for whole rows or for stages, in this number of chunks."""
         return True
 
-    def carries(self, exchange: Exchange) -> bool:
-        """Whether it carries an exchange; the transport called `FALLBACK` carries all that others do not."""
-        return True
-
     def links(self, links: Links, size: int) -> Links:
         """The links as exchanges among this number of ranks find them: bandwidth, latency, `Links.beside`, `Links.cpu_exchange`."""
         return links
-
-    def rounds(self, rows: int) -> int:
-        """Rounds of messages that the processor begins, where a rank has this number of rows."""
-        return 0
 
     def copies(self, transposed: bool) -> tuple[int, int]:
         """Copies beside the exchange, in long runs and transposing: whether a multiply has left blocks transposed."""
@@ -89,13 +77,9 @@ class TransportModel:
 
 
 FALLBACK: Final = "packed"
+DIRECT: Final = "peer memory"
 TRANSPORTS: Final[dict[str, TransportModel]] = {}
 """Transports by name, in the order in which a plan prefers them where they cost the same. `fastkron_py.distributed.transport` fills it."""
-
-
-def transport_for(transport: TransportModel, exchange: Exchange) -> TransportModel:
-    """The transport that carries an exchange of a plan with this transport."""
-    return transport if transport.carries(exchange) else TRANSPORTS[FALLBACK]
 
 
 @lru_cache(maxsize=1024)
@@ -143,7 +127,6 @@ class Step:
         bytes_to_hosts: of these, to ranks of other hosts.
         messages: to other ranks, of each chunk.
         messages_to_hosts: of these, to ranks of other hosts.
-        calls: rounds of messages that the processor begins, of all rows; none where parts are packed or copied.
     """
 
     factors: tuple[int, int] | None
@@ -156,7 +139,6 @@ class Step:
     bytes_to_hosts: int = 0
     messages: int = 0
     messages_to_hosts: int = 0
-    calls: int = 0
 
 
 def stage_steps(problem: Problem, way: Way, site: Site, transport: TransportModel, links: Links) -> Iterator[Step]:
@@ -184,17 +166,14 @@ def _step(
 ) -> Step:
     if leg is None:
         return Step(factors, None, links, multiply)
-    transport = transport_for(transport, leg.exchange)
-    between_stages = leg.exchange.transposed
-    copies = transport.copies(between_stages)
-    calls = transport.rounds(site.rows if between_stages else -(-site.rows // site.size))
+    copies = transport.copies(leg.exchange.transposed)
     unit, paid = problem.dtype.itemsize, links_of(transport, links, site.size)
     loads = [load(leg, r, site, unit, links) for r in sampled_ranks(leg.exchange)]
     copy = max([copies_seconds(copies, each.block, unit, links) for each in loads])
     move = max([each.seconds(paid) for each in loads])
     sent, far = max([each.near + each.far for each in loads]), max([each.far for each in loads])
     messages, far_messages = max([each.near_messages + each.far_messages for each in loads]), max([each.far_messages for each in loads])
-    return Step(factors, leg, paid, multiply, copy, move + calls * paid.round, sent, far, messages, far_messages, calls)
+    return Step(factors, leg, paid, multiply, copy, move, sent, far, messages, far_messages)
 
 
 class Load(NamedTuple):
@@ -300,7 +279,7 @@ def cpu_seconds(steps: Sequence[Step], chunks: int, links: Links) -> float:
     exchanges = [s for s in steps if s.leg is not None]
     chunks = chunks if exchanges else 1  # one column needs no chunks
     each = links.cpu_chunk + sum(s.links.cpu_exchange for s in exchanges)
-    return links.cpu_call + chunks * each + sum(s.calls * s.links.cpu_message for s in exchanges)
+    return links.cpu_call + chunks * each
 
 
 def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) -> float:
@@ -325,7 +304,7 @@ def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) ->
     alone = max(sizes[0], sizes[-1]) / rows
     beside = multiply
     for s in steps:
-        taken = s.links.exchange_seconds(s.bytes_sent, 0, s.messages, 0) + s.calls * s.links.round  # messages to other hosts are slow
+        taken = s.links.exchange_seconds(s.bytes_sent, 0, s.messages, 0)  # messages to other hosts are slow
         beside += taken * (1 - s.links.beside * (1 - alone))
     return max(begun, beside, max(multiply, exchange) + min(multiply, exchange) * alone)
 

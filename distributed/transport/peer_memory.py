@@ -23,7 +23,7 @@ from fastkron_py.distributed.group.failures import stage
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
 from fastkron_py.distributed.local import InBlocks
-from fastkron_py.distributed.plan.cost import Site
+from fastkron_py.distributed.plan.cost import DIRECT, Site
 from fastkron_py.distributed.plan.layout import Leg, Offsets, chunk_offsets, even_offsets
 from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.problem import Problem
@@ -38,9 +38,8 @@ FEWEST_CHUNKS: Final = 2
 class PeerMemory(Transport):
     """Between GPUs of one host, through a few slots on each."""
 
-    name = "peer memory"
+    name = DIRECT
     label = "through peer memory"
-    option = "direct"
     multiplies = True
     slots = SLOTS
 

@@ -122,8 +122,8 @@ def problem(m, sizes, dtype=torch.float64, left=False):
     return Problem(m, ps, qs, dtype, left, identities=tuple([i for i, s in enumerate(sizes) if isinstance(s, int)]))
 
 
-def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64, messages=None):
-    return plan(problem(m, sizes, dtype, left), shape, stages=stages, chunks=chunks, messages=messages)
+def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64):
+    return plan(problem(m, sizes, dtype, left), shape, stages=stages, chunks=chunks)
 
 
 def derive(loss, log, leaves, b, reduce, second, scale=1.0):
