@@ -8,7 +8,7 @@ from fastkron_py.distributed.group.bootstrap import ProcessInfo, init_process_gr
 from fastkron_py.distributed.group.failures import CollectiveError
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.kronecker_sum import KroneckerSum
-from fastkron_py.distributed.plan.links import Links
+from fastkron_py.distributed.plan.cost import Links
 from fastkron_py.distributed.plan.planner import Plan, plan
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.product import KroneckerProduct

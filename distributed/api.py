@@ -28,13 +28,12 @@ from fastkron_py.distributed.local import (
     merged,
 )
 from fastkron_py.distributed.pipeline import Pipeline, explained, fit, free_memory
+from fastkron_py.distributed.plan.cost import links_for
 from fastkron_py.distributed.plan.layout import way, widths
-from fastkron_py.distributed.plan.links import links_for
 from fastkron_py.distributed.plan.planner import Plan
 from fastkron_py.distributed.plan.planner import plan as make_plan
 from fastkron_py.distributed.problem import Problem
-from fastkron_py.distributed.replicated import Reduction, replicate
-from fastkron_py.distributed.tied import tied
+from fastkron_py.distributed.replicated import Reduction, replicate, tied
 from fastkron_py.distributed.transport.transfer import RowGroup, transport_of
 from fastkron_py.runtime.device import gpu_of
 

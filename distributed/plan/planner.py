@@ -13,7 +13,9 @@ from fastkron_py.distributed.plan import show
 from fastkron_py.distributed.plan.cost import (
     DIRECT,
     FALLBACK,
+    NVLINK,
     TRANSPORTS,
+    Links,
     Site,
     Step,
     TransportModel,
@@ -28,7 +30,6 @@ from fastkron_py.distributed.plan.cost import (
     training_seconds,
 )
 from fastkron_py.distributed.plan.layout import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
-from fastkron_py.distributed.plan.links import NVLINK, Links
 from fastkron_py.distributed.problem import Problem, positive_sizes
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -143,13 +144,6 @@ class Plan:
         """Elements that a rank has before or after the exchange of one chunk, at most."""
         legs = [leg for chunks in self.legs(0) for leg in chunks]  # the first group has most rows
         return max(max(leg.held(r), leg.gets(r)) for leg in legs for r in range(self.parts))
-
-    def bytes_between(self, exchange: int, sender: int, receiver: int) -> int:
-        """Bytes that one rank sends another in an exchange, of the forward product."""
-        (group, position), (other, peer) = self.place(sender), self.place(receiver)
-        if group != other or sender == receiver:
-            return 0
-        return sum(leg.size(position, peer) for leg in self.legs(group)[exchange]) * self.problem.dtype.itemsize
 
     def bytes_sent(self, exchange: int, rank: int) -> int:
         """Bytes that a rank sends to others in an exchange."""

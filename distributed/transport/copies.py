@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-
-from fastkron_py.distributed.transport.driver import driver_function
 
 # torch copies strided tensors element by element: wide ones move more bytes with as many instructions. For copies from this size on.
 WIDE_BYTES: Final = 1 << 20
@@ -24,6 +23,15 @@ RUN_BYTES: Final = 1 << 18
 
 _UNIFIED: Final = 4  # CU_MEMORYTYPE_UNIFIED: the address says where it is
 _MOST_PITCH: Final = 2**31 - 1
+
+
+@lru_cache(maxsize=8)
+def driver_function(name: str) -> Any:
+    """A function of the driver by its name, such as ``cuMemcpy2DAsync_v2``; None where there is none."""
+    try:
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):
+        return None
 
 
 def plain(buffer: Tensor) -> Tensor:

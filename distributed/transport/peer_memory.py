@@ -23,9 +23,8 @@ from fastkron_py.distributed.group.failures import stage
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
 from fastkron_py.distributed.local import InBlocks
-from fastkron_py.distributed.plan.cost import DIRECT, Site
+from fastkron_py.distributed.plan.cost import DIRECT, Links, Site
 from fastkron_py.distributed.plan.layout import Leg, Offsets, chunk_offsets, even_offsets
-from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.transport.copies import Copies
 from fastkron_py.distributed.transport.slots import SLOTS, Slots, open_slots

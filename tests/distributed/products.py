@@ -126,6 +126,14 @@ def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64):
     return plan(problem(m, sizes, dtype, left), shape, stages=stages, chunks=chunks)
 
 
+def bytes_between(how, exchange, sender, receiver):
+    """Bytes that one rank sends another in an exchange of a plan, of the forward product."""
+    (group, position), (other, peer) = how.place(sender), how.place(receiver)
+    if group != other or sender == receiver:
+        return 0
+    return sum(leg.size(position, peer) for leg in how.legs(group)[exchange]) * how.problem.dtype.itemsize
+
+
 def derive(loss, log, leaves, b, reduce, second, scale=1.0):
     """Gradients of leaves and of a block; second: of the squared norm of all of these. Reduce sums a number of each rank."""
     *first, at_b = torch.autograd.grad(reduce(loss) + log, [*leaves, b], create_graph=second)

@@ -15,6 +15,7 @@ from products import (
     IDENTITIES,
     PROBLEMS,
     block,
+    bytes_between,
     counted_bytes,
     grid_for,
     make,
@@ -252,7 +253,7 @@ def sent(shape, left):
             assert len(counts) == len(legs)
             for peer in range(grid.world_size):
                 if peer != grid.rank:
-                    assert total[peer] == sum(how.bytes_between(i, grid.rank, peer) for i in range(len(how.legs(line))))
+                    assert total[peer] == sum(bytes_between(how, i, grid.rank, peer) for i in range(len(how.legs(line))))
             found = [sum(v for r, v in c.items() if r != grid.rank) for c in counts]
             assert sum(found) == sum(how.bytes_sent(i, grid.rank) for i in range(len(how.legs(line))))
             assert sorted(found) == sorted(4 * leg.sent(position) for leg in legs)
