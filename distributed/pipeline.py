@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from fastkron_py.distributed.group.failures import check_plain, rank_text
-from fastkron_py.distributed.local import local_kron_matmul, matrices
 from fastkron_py.distributed.plan.cost import FALLBACK
 from fastkron_py.distributed.plan.layout import Exchange, Stage, by_rows, chunk_offsets, widths
 from fastkron_py.distributed.plan.planner import Plan, plan
 from fastkron_py.distributed.replicated import tied
 from fastkron_py.distributed.transport.transfer import Place, RowGroup, Transfer, Work, finish, ready_now, start, wave
 from fastkron_py.distributed.whole_rows import WholeRows
+from fastkron_py.functional import kron_matmul as local_kron_matmul
+from fastkron_py.kron.operators.algebra import matrices
 
 PLENTY: Final = -1
 """Stands for free memory that nobody looked at: this rank's block is small beside its device."""

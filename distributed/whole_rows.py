@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fastkron_py.distributed.group.failures import check_plain
-from fastkron_py.distributed.local import IN_WHOLE, InBlocks, gradients_into, multiply_into
 from fastkron_py.distributed.plan.layout import by_rows
 from fastkron_py.distributed.plan.planner import Plan
 from fastkron_py.distributed.transport.copies import copy
@@ -31,6 +30,8 @@ from fastkron_py.distributed.transport.transfer import (
     ready_now,
     wave,
 )
+from fastkron_py.kron.into import gradients_into, multiply_into
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 from fastkron_py.runtime.batching import take
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from fastkron_py.distributed.group.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
-from fastkron_py.distributed.local import IN_WHOLE, InBlocks
 from fastkron_py.distributed.plan.cost import FALLBACK, TRANSPORTS, TransportModel
 from fastkron_py.distributed.plan.layout import Exchange, Leg, Rectangle
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
 LAG: Final = 2
 """Ticks from one step of a chunk to its next."""
