@@ -38,6 +38,16 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
 
     Attributes:
         convergence: how the last solve by conjugate gradients ended, those of backward passes included; None before.
+
+    Example:
+        >>> from fastkron_py.distributed import KroneckerProduct, ProcessGrid
+        >>> with ProcessGrid() as grid:
+        ...     A = KroneckerProduct([torch.ones(8, 8, device=grid.device)] * 2, grid=grid).add_diagonal(0.1)
+        ...     rows, columns = grid.block((64, 4))
+        ...     b = torch.ones(rows.stop - rows.start, columns.stop - columns.start, device=grid.device)
+        ...     x = A.solve(b, mask=torch.arange(rows.start, rows.stop, device=grid.device) < 60, tolerance=1e-5)
+        >>> A.convergence.converged
+        True
     """
 
     convergence: Convergence | None = None
