@@ -173,7 +173,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             refuse(grid, error)
         factors, masses = self._built()
         basis = self._basis("solve", grid, block)
-        share = GridShare(grid.col_group, grid.device, grid.row, grid.shape[0])
+        share = GridShare(grid, of_rows=True)
         system = _System(len(factors), grid, self._reduction)
         diagonal = combined(basis.values, True, None, share)
         return as_given(solve_by_basis(system, block, [*factors, *masses], basis, diagonal, "factors", share), b)
@@ -189,7 +189,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         grid = self._grid
         factors, masses = self._built()
         basis = self._basis("slogdet", grid)
-        share = GridShare(grid.group, grid.device, grid.rank, grid.world_size)
+        share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):
             return SlogDet(*sum_slogdet(factors, masses, basis, share))
 

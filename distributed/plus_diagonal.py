@@ -137,7 +137,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             return as_given(self._iterated(grid, block, mask, stop, preconditioner), b)
         shifted, system = self._system()
         basis = self._basis("solve", grid, block)
-        share = GridShare(grid.col_group, grid.device, grid.row, grid.shape[0])
+        share = GridShare(grid, of_rows=True)
         return as_given(solve_by_basis(system, block, shifted.parameters, basis, self._values(shifted, basis, share), "s", share), b)
 
     def _iterated(self, grid: ProcessGrid, b: Tensor, mask: Tensor, stop: Stopping, preconditioner: Any) -> Tensor:
@@ -149,7 +149,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         function: Callable[[Tensor], Tensor] | None
         if preconditioner is True:
             basis = self._basis("solve", grid, b, **options)
-            values = self._values(shifted, basis, GridShare(grid.col_group, grid.device, grid.row, grid.shape[0]))
+            values = self._values(shifted, basis, GridShare(grid, of_rows=True))
 
             def inverse(r: Tensor) -> Tensor:
                 z = system.multiply(basis.right, system.multiply(basis.left, torch.where(inside, r, 0), values))
@@ -174,7 +174,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         """
         grid, (shifted, _) = self._grid, self._system()
         basis = self._basis("slogdet", grid)
-        share = GridShare(grid.group, grid.device, grid.rank, grid.world_size)
+        share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):
             return SlogDet(*slogdet(shifted, basis, share))
 

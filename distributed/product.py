@@ -125,7 +125,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
         found = self._first("eigh", pairs)
         values, vectors = found[: len(found) // 2], found[len(found) // 2 :]
-        share = GridShare(grid.col_group, grid.device, grid.row, grid.shape[0])
+        share = GridShare(grid, of_rows=True)
         if torch.is_grad_enabled() and values[0].requires_grad:
             values = replicate(values, grid.group, grid.device, self._reduction)
         rows = kron_range(filled(self.factors, values), *share.bounds(self.shape[0]))

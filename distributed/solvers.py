@@ -82,37 +82,38 @@ class GridInner(Inner):
 
 @dataclass(frozen=True)
 class GridShare(Share):
-    """The eigenvalues of one rank of a group: a block of torch.chunk.
+    """The eigenvalues of one rank: a block of torch.chunk.
 
     Attributes:
-        group: whose ranks have all of them together.
-        device: of this rank.
-        position: of this rank in the group.
-        parts: how many ranks.
+        grid: whose ranks have all of them together.
+        of_rows: those of this rank's rows, as each rank of a row of the grid has; else all ranks have other ones.
     """
 
-    group: dist.ProcessGroup
-    device: torch.device
-    position: int
-    parts: int
+    grid: ProcessGrid
+    of_rows: bool
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self.grid.col_group if self.of_rows else self.grid.group
 
     def bounds(self, size: int) -> tuple[int, int]:
         """The offsets of this rank's block."""
-        offsets = chunk_offsets(size, self.parts)
-        return offsets[self.position], offsets[self.position + 1]
+        position, parts = (self.grid.row, self.grid.shape[0]) if self.of_rows else (self.grid.rank, self.grid.world_size)
+        start, stop = chunk_offsets(size, parts)[position:][:2]
+        return start, stop
 
     def replicated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """As `replicated.replicate`."""
-        return replicate(tensors, self.group, self.device)
+        return replicate(tensors, self._group, self.grid.device)
 
     def total(self, part: Tensor) -> Tensor:
         """As `replicated.total`."""
-        return total([part], self.group, self.device)[0]
+        return total([part], self._group, self.grid.device)[0]
 
     def product(self, part: Tensor) -> Tensor:
         """Every rank's, multiplied."""
         found = part.clone()
-        all_reduce("sign of the determinant", found, self.group, dist.ReduceOp.PRODUCT)
+        all_reduce("sign of the determinant", found, self._group, dist.ReduceOp.PRODUCT)
         return found
 
     def extremes(self, values: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ class GridShare(Share):
         size = values.abs()
         ends = (-size.amin(), size.amax()) if size.numel() else (size.new_full((), -math.inf), size.new_zeros(()))
         found = torch.stack(ends)
-        all_reduce("least and largest eigenvalues", found, self.group, dist.ReduceOp.MAX)
+        all_reduce("least and largest eigenvalues", found, self._group, dist.ReduceOp.MAX)
         return found.abs()
 
 

@@ -164,8 +164,8 @@ class TransportModel:
         """Whether a plan may choose it, unasked, for whole rows or for stages, in this number of chunks."""
         return True
 
-    def links(self, links: Links, size: int) -> Links:
-        """The links as exchanges among this number of ranks find them: bandwidth, latency, `Links.beside`, `Links.cpu_exchange`."""
+    def links(self, links: Links) -> Links:
+        """The links as exchanges find them: bandwidth, latency, `Links.beside`, `Links.cpu_exchange`."""
         return links
 
     def copies(self, transposed: bool) -> tuple[int, int]:
@@ -180,9 +180,9 @@ TRANSPORTS: Final[dict[str, TransportModel]] = {}
 
 
 @lru_cache(maxsize=1024)
-def links_of(transport: TransportModel, links: Links, size: int) -> Links:
+def links_of(transport: TransportModel, links: Links) -> Links:
     """`TransportModel.links`, kept."""
-    return transport.links(links, size)
+    return transport.links(links)
 
 
 @lru_cache(maxsize=4096)
@@ -264,7 +264,7 @@ def _step(
     if leg is None:
         return Step(factors, None, links, multiply)
     copies = transport.copies(leg.exchange.transposed)
-    unit, paid = problem.dtype.itemsize, links_of(transport, links, site.size)
+    unit, paid = problem.dtype.itemsize, links_of(transport, links)
     loads = [load(leg, r, site, unit, links) for r in sampled_ranks(leg.exchange)]
     copy = max([copies_seconds(copies, each.block, unit, links) for each in loads])
     move = max([each.seconds(paid) for each in loads])
@@ -323,7 +323,7 @@ def _messages(leg: Leg, sender: int, host: range) -> tuple[int, int]:
 def best_cuts(problem: Problem, rows: int, parts: int, transport: TransportModel, links: Links) -> tuple[int, ...]:
     """Stages of least modelled time, by dynamic programming over how many of the first factors are left."""
     ps, qs, itemsize = problem.inner, problem.outer, problem.dtype.itemsize
-    count, paid = len(ps), links_of(transport, links, parts)
+    count, paid = len(ps), links_of(transport, links)
     copies, near = transport.copies(True), min(links.ranks_per_host, parts)
     best: dict[int, tuple[float, tuple[int, ...]]] = {count: (0.0, ())}
     for left in range(count - 1, -1, -1):

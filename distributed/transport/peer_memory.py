@@ -48,7 +48,7 @@ class PeerMemory(Transport):
         together = reach <= host and (host % reach == 0 or site.groups * site.size <= host)
         return whole_rows and chunks >= FEWEST_CHUNKS and 1 < site.size <= site.rows and together and not problem.identities
 
-    def links(self, links: Links, size: int) -> Links:
+    def links(self, links: Links) -> Links:
         """Copies follow each other at once, between barriers."""
         return replace(
             links,

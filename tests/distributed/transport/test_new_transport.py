@@ -25,14 +25,14 @@ class Mail(Transport):
     label = "by mail"
     slots = 3
 
-    def links(self, links: Links, size: int) -> Links:
+    def links(self, links: Links) -> Links:
         return replace(links, latency=0.0, message=0.0, bandwidth=1e15, pair_bandwidth=1e15, beside=1.0, cpu_exchange=0.0)
 
 
 class SlowMail(Mail):
     """A second for each exchange."""
 
-    def links(self, links: Links, size: int) -> Links:
+    def links(self, links: Links) -> Links:
         return replace(links, latency=1.0)
 
 
