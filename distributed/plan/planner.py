@@ -131,10 +131,6 @@ class Plan:
         row, col = divmod(rank, self.grid[1])
         return (col, row) if self.problem.left else (row, col)
 
-    def rank(self, group: int, position: int) -> int:
-        """The rank at a place."""
-        return position * self.grid[1] + group if self.problem.left else group * self.grid[1] + position
-
     def rows(self, group: int) -> int:
         """Rows of x (with left: columns) that the ranks of a row group hold."""
         return widths(chunk_offsets(self.problem.m, self.row_groups))[group]
@@ -144,11 +140,6 @@ class Plan:
         """Elements that a rank has before or after the exchange of one chunk, at most."""
         legs = [leg for chunks in self.legs(0) for leg in chunks]  # the first group has most rows
         return max(max(leg.held(r), leg.gets(r)) for leg in legs for r in range(self.parts))
-
-    def bytes_sent(self, exchange: int, rank: int) -> int:
-        """Bytes that a rank sends to others in an exchange."""
-        group, position = self.place(rank)
-        return sum(leg.sent(position) for leg in self.legs(group)[exchange]) * self.problem.dtype.itemsize
 
     @property
     def bytes_total(self) -> int:

@@ -134,6 +134,12 @@ def bytes_between(how, exchange, sender, receiver):
     return sum(leg.size(position, peer) for leg in how.legs(group)[exchange]) * how.problem.dtype.itemsize
 
 
+def bytes_sent(how, exchange, rank):
+    """Bytes that a rank sends to others in an exchange, as the plan counts them."""
+    group, position = how.place(rank)
+    return sum(leg.sent(position) for leg in how.legs(group)[exchange]) * how.problem.dtype.itemsize
+
+
 def derive(loss, log, leaves, b, reduce, second, scale=1.0):
     """Gradients of leaves and of a block; second: of the squared norm of all of these. Reduce sums a number of each rank."""
     *first, at_b = torch.autograd.grad(reduce(loss) + log, [*leaves, b], create_graph=second)

@@ -16,6 +16,7 @@ from products import (
     PROBLEMS,
     block,
     bytes_between,
+    bytes_sent,
     counted_bytes,
     grid_for,
     make,
@@ -255,7 +256,7 @@ def sent(shape, left):
                 if peer != grid.rank:
                     assert total[peer] == sum(bytes_between(how, i, grid.rank, peer) for i in range(len(how.legs(line))))
             found = [sum(v for r, v in c.items() if r != grid.rank) for c in counts]
-            assert sum(found) == sum(how.bytes_sent(i, grid.rank) for i in range(len(how.legs(line))))
+            assert sum(found) == sum(bytes_sent(how, i, grid.rank) for i in range(len(how.legs(line))))
             assert sorted(found) == sorted(4 * leg.sent(position) for leg in legs)
             everything = torch.tensor([sum(v for r, v in total.items() if r != grid.rank)], device=grid.device)
             dist.all_reduce(everything, group=grid.group)
