@@ -8,11 +8,10 @@ from fastkron_py.distributed.group.bootstrap import ProcessInfo, init_process_gr
 from fastkron_py.distributed.group.failures import CollectiveError
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.kronecker_sum import KroneckerSum
-from fastkron_py.distributed.plan.links import Links
+from fastkron_py.distributed.plan.cost import Links
 from fastkron_py.distributed.plan.planner import Plan, plan
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.product import KroneckerProduct
-from fastkron_py.distributed.solvers import Solution
 from fastkron_py.distributed.transport.slots import release_peer_memory
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "Problem",
     "ProcessGrid",
     "ProcessInfo",
-    "Solution",
     "init_process_group",
     "kron_matmul",
     "kron_matmul_left",

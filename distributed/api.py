@@ -16,26 +16,21 @@ from fastkron_py.distributed.call import Call, check_blocks, checked, row_groups
 from fastkron_py.distributed.group.agreement import Agreement, agree, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_of_call
-from fastkron_py.distributed.local import (
-    IN_WHOLE,
-    InBlocks,
-    filled,
-    in_blocks,
-    is_identity,
-    local_kron_matmul,
-    local_kron_matmul_left,
-    matrices,
-    merged,
-)
 from fastkron_py.distributed.pipeline import Pipeline, explained, fit, free_memory
+from fastkron_py.distributed.plan.cost import links_for
 from fastkron_py.distributed.plan.layout import way, widths
-from fastkron_py.distributed.plan.links import links_for
 from fastkron_py.distributed.plan.planner import Plan
 from fastkron_py.distributed.plan.planner import plan as make_plan
 from fastkron_py.distributed.problem import Problem
-from fastkron_py.distributed.replicated import Reduction, replicate
-from fastkron_py.distributed.tied import tied
+from fastkron_py.distributed.replicated import Reduction, replicate, tied
 from fastkron_py.distributed.transport.transfer import RowGroup, transport_of
+from fastkron_py.functional import kron_matmul as local_kron_matmul
+from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
+from fastkron_py.kron.checks import is_identity
+from fastkron_py.kron.into import in_blocks
+from fastkron_py.kron.modes import filled, merged
+from fastkron_py.kron.operators.algebra import matrices
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 from fastkron_py.runtime.device import gpu_of
 
 _UNIT: Final = 1e9  # of a GPU's figures, which ranks tell each other as integers

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fastkron_py.distributed.group.grid import ProcessGrid
-from fastkron_py.distributed.local import check_factor_shapes, check_tensors, factors_and_identities, is_identity, shape_of
 from fastkron_py.distributed.plan.layout import chunk_offsets, widths
 from fastkron_py.distributed.plan.planner import Plan
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import Reduction, check_reduction
+from fastkron_py.kron.checks import check_factor_shapes, check_tensors, factors_and_identities, is_identity, shape_of
 from fastkron_py.runtime.checks import check_precision, check_scalar
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error

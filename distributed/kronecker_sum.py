@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.api import kron_matmul_left, multiply
-from fastkron_py.distributed.call import Call, checksums, scalar_text, shape_texts
+from fastkron_py.distributed.api import multiply
+from fastkron_py.distributed.call import Call, scalar_text, shape_texts
 from fastkron_py.distributed.group.agreement import refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
-from fastkron_py.distributed.local import (
-    Basis,
-    LocalKroneckerProduct,
-    LocalKroneckerSum,
-    SlogDet,
-    SumSystem,
-    built,
-    combined,
-    eigenbasis,
-    log_of,
-    solve_by_basis,
-    sum_slogdet,
-    terms,
-)
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
-from fastkron_py.distributed.plan.layout import chunk_offsets
 from fastkron_py.distributed.product import KroneckerProduct
-from fastkron_py.distributed.replicated import Reduction, all_reduce, from_first
-from fastkron_py.distributed.solvers import GridShare, as_given, right_hand_block
+from fastkron_py.distributed.replicated import Reduction
+from fastkron_py.distributed.solvers import GridShare, GridSystem, as_given, right_hand_block
+from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
+from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
+from fastkron_py.kron.operators.algebra import SlogDet, built, log_of
+from fastkron_py.kron.operators.kronecker_sum import sum_slogdet
+from fastkron_py.kron.operators.modes import terms
+from fastkron_py.kron.operators.pencil import combined
+from fastkron_py.kron.operators.spectral import solve as solve_by_basis
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name
 
@@ -91,7 +79,13 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         return self._local.masses
 
     def _shapes(self) -> dict[str, Any]:
-        return super()._shapes() | {"shapes of masses": shape_texts(self.masses or ()), **checksums(masses=self.masses)}
+        return super()._shapes() | {"shapes of masses": shape_texts(self.masses or ())}
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return [*super()._named(), *[(f"masses[{i}]", m) for i, m in enumerate(self.masses or ())]]
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        return self._built()
 
     def _built(self) -> tuple[list[Tensor], list[Tensor]]:
         """Factors and masses, identities among them as matrices."""
@@ -178,8 +172,8 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         except REFUSALS as error:
             refuse(grid, error)
         factors, masses = self._built()
-        basis = self._basis("KroneckerSum.solve", grid, block)
-        share = GridShare(grid.col_group, grid.device, grid.row, grid.shape[0])
+        basis = self._basis("solve", grid, block)
+        share = GridShare(grid, of_rows=True)
         system = _System(len(factors), grid, self._reduction)
         diagonal = combined(basis.values, True, None, share)
         return as_given(solve_by_basis(system, block, [*factors, *masses], basis, diagonal, "factors", share), b)
@@ -194,8 +188,8 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         """
         grid = self._grid
         factors, masses = self._built()
-        basis = self._basis("KroneckerSum.slogdet", grid)
-        share = GridShare(grid.group, grid.device, grid.rank, grid.world_size)
+        basis = self._basis("slogdet", grid)
+        share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):
             return SlogDet(*sum_slogdet(factors, masses, basis, share))
 
@@ -210,14 +204,6 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             torch.linalg.LinAlgError: as in `slogdet`.
         """
         return log_of(*self.slogdet())
-
-    def _basis(self, call: str, grid: ProcessGrid, block: Tensor | None = None) -> Basis:
-        """The first rank's. Ranks compare the call, the operator's scalars, and which arguments need gradients."""
-        given = [("b", block), *[("factors", f) for f in self.factors], *[("masses", m) for m in self.masses or ()]]
-        needs = [name for name, t in given if torch.is_grad_enabled() and isinstance(t, Tensor) and t.requires_grad]
-        compared = {"call": call, "arguments that need gradients": needs, "scalars of the operator": self._scalars}
-        compared |= checksums(factors=self.factors, masses=self.masses)
-        return Basis(*from_first(grid, compared, lambda: tuple(eigenbasis(*self._built()))))
 
 
 def _sum_matmul(
@@ -236,42 +222,10 @@ def _sum_matmul(
     return y
 
 
-@dataclass(frozen=True)
-class _System(SumSystem):
-    """A sum on blocks.
-
-    Attributes:
-        grid: the ranks that have them.
-        reduction: over the ranks, of gradients.
-    """
-
-    grid: ProcessGrid
-    reduction: Reduction
-
-    def multiply(self, factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None = None) -> Tensor:
-        y: Tensor = kron_matmul_left(factors, x, grid=self.grid, reduction=self.reduction)
-        return y if divisor is None else y.div_(divisor.unsqueeze(-1))
-
-    def largest(self, values: Tensor, *, of_columns: bool) -> Tensor:
-        found = values.clone()
-        group = self.grid.col_group if of_columns else self.grid.group
-        all_reduce("KroneckerSum.solve: largest elements", found, group, dist.ReduceOp.MAX)
-        return found
+class _System(GridSystem):
+    """A sum on blocks."""
 
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         matrices = [p.mH for p in parameters] if adjoint else parameters
         y: Tensor = _sum_matmul(matrices[: self.size], matrices[self.size :], x, True, self.grid, self.reduction)
         return y
-
-    def by_schur(self, parameters: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
-        """Every rank solves for all rows of its columns, by its own Schur forms, and takes its rows."""
-        whole, n = super().by_schur(parameters, adjoint), math.prod([f.shape[-1] for f in parameters[: self.size]])
-        start, stop = chunk_offsets(n, self.grid.shape[0])[self.grid.row :][:2]
-
-        def invert(b: Tensor) -> Tensor:
-            rows = b.new_zeros(n, b.shape[1])
-            rows[start:stop] = b
-            all_reduce("KroneckerSum.solve: rows of b", torch.view_as_real(rows), self.grid.col_group)
-            return whole(rows)[start:stop]
-
-        return invert

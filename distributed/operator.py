@@ -14,11 +14,18 @@ from fastkron_py.distributed.call import checksums, grid_factors, scalar_text, s
 from fastkron_py.distributed.group.agreement import agree
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, refuse_without_grid
-from fastkron_py.distributed.local import LocalKroneckerProduct, LocalKroneckerSum, filled, is_identity, matrices
-from fastkron_py.distributed.replicated import Reduction, as_first, check_reduction
+from fastkron_py.distributed.replicated import Reduction, as_first, check_reduction, from_first
+from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
+from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
+from fastkron_py.kron.checks import is_identity
+from fastkron_py.kron.modes import filled
+from fastkron_py.kron.operators.algebra import matrices
+from fastkron_py.kron.operators.lazy import DENSE_LIMIT
+from fastkron_py.kron.operators.pencil import Basis, eigenbasis
+from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
-Local = TypeVar("Local", LocalKroneckerProduct, LocalKroneckerSum)
+Local = TypeVar("Local", LocalKroneckerProduct, LocalKroneckerSum, LocalKroneckerPlusDiagonal)
 
 
 def checked_arrays(given: Any, name: str = "factors") -> list[Any]:
@@ -35,6 +42,11 @@ def checked_arrays(given: Any, name: str = "factors") -> list[Any]:
         if isinstance(f, DTensor):
             raise type_error(f"{name}[{i}]", "a plain tensor that is the same on every rank", "a DTensor")
     return listed
+
+
+def on_one_rank(name: str) -> str:
+    """What to do about a method that is not there over a grid, or takes less there."""
+    return f"operator.local.{name} works on whole matrices, which DTensor.full_tensor() gathers from blocks"
 
 
 class GridOperator(Generic[Local]):
@@ -65,7 +77,26 @@ class GridOperator(Generic[Local]):
 
     def _shapes(self) -> dict[str, Any]:
         """The shapes of the arrays, which ranks compare."""
-        return {"shapes of factors": shape_texts(self.factors), **checksums(factors=self.factors)}
+        return {"shapes of factors": shape_texts(self.factors), **checksums(**dict(self._named()))}
+
+    def _named(self) -> list[tuple[str, Any]]:
+        """The arrays and scalars that the operator is made of, as errors call them."""
+        return [(f"factors[{i}]", f) for i, f in enumerate(self.factors)]
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The matrices whose eigenvectors solves go by, and their masses, if any."""
+        return matrices(self.factors), []
+
+    def _compared(self, call: str, b: Tensor | None = None, **options: Any) -> dict[str, Any]:
+        """What ranks compare before a call: which, with what options, and which arguments need gradients."""
+        named = [("b", b), *self._named()]
+        needs = [name for name, t in named if torch.is_grad_enabled() and isinstance(t, Tensor) and t.requires_grad]
+        described = {"call": f"{type(self).__name__}.{call}", "arguments that need gradients": needs}
+        return described | {"scalars of the operator": self._scalars, **options, **checksums(**dict(named[1:]))}
+
+    def _basis(self, call: str, grid: ProcessGrid, b: Tensor | None = None, **options: Any) -> Basis:
+        """Eigenvectors, of the first rank. Collective, and an agreement on the call."""
+        return Basis(*from_first(grid, self._compared(call, b, **options), lambda: tuple(eigenbasis(*self._pairs()))))
 
     @classmethod
     def _of(cls, local: Local, grid: ProcessGrid, reduction: Reduction, scalars: str) -> Self:
@@ -200,11 +231,29 @@ class GridOperator(Generic[Local]):
         return self._like(self._local / scalar, f"/ {scalar_text(scalar)}")
 
     def __neg__(self) -> Self:
-        return self._like(-self._local)
+        return self * -1
 
     def trace(self) -> Any:
         """The sum of the diagonal."""
         return self._local.trace()
+
+    def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Tensor:
+        """The whole matrix, on every rank; see the single-device operator's `to_dense`.
+
+        Args:
+            max_elements: refuse to build more than this; None builds anything.
+
+        Raises:
+            TypeError: max_elements is not an integer.
+            ValueError: the matrix has more elements.
+        """
+        found: Tensor = self._local.to_dense(max_elements=max_elements)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(type(self._local), name):
+            raise AttributeError(f"a {type(self).__name__} over a grid has no {name} ({on_one_rank(name)})")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def _on_grid(made: Local, grid: ProcessGrid) -> Local:

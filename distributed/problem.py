@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastkron_py.distributed.local import merged
+from fastkron_py.kron.modes import merged
 from fastkron_py.runtime.checks import DTYPES, check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastkron_py.distributed.api import multiply
-from fastkron_py.distributed.call import Call
+from fastkron_py.distributed.call import Call, scalar_text
+from fastkron_py.distributed.group.agreement import refuse
+from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
-from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, is_identity, log_abs_det, log_of, matrices
-from fastkron_py.distributed.operator import GridOperator, checked_arrays
-from fastkron_py.distributed.replicated import Reduction
-from fastkron_py.distributed.solvers import GridShare, Solution, System, agree_on_solve, as_given, eigen, solve
+from fastkron_py.distributed.operator import GridOperator, checked_arrays, on_one_rank
+from fastkron_py.distributed.plus_diagonal import KroneckerPlusDiagonal
+from fastkron_py.distributed.replicated import Reduction, replicate
+from fastkron_py.distributed.solvers import GridShare
+from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
+from fastkron_py.kron.checks import is_identity
+from fastkron_py.kron.modes import filled
+from fastkron_py.kron.operators.algebra import Eigh, SlogDet, kron_range, per_factor
 from fastkron_py.runtime.eager import without_autocast
-from fastkron_py.runtime.errors import type_error, type_name
-
-_Float = float  # inside the class, float is a method
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
 class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
@@ -34,7 +37,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         factors: sequence of torch tensors ``[P_i, Q_i]``, the same on every rank, on the grid's device. A positive integer n stands for
             the identity I_n, which takes no memory and no work; one factor at least is a matrix.
         grid: the ranks; None makes a grid of all of them, one row each.
-        reduction: over the grid's ranks, of gradients that factors and shift have from blocks, as in `kron_matmul`: "sum", or "mean".
+        reduction: over the grid's ranks, of gradients that factors and s have from blocks, as in `kron_matmul`: "sum", or "mean".
 
     Raises:
         TypeError: not a sequence, or factors that are no torch tensors or of different dtypes.
@@ -48,7 +51,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         >>> rows, columns = grid.block((K.shape[1], 4))
         >>> x = torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device)
         >>> y = K @ x  # this rank's block of [K.shape[0], 4]
-        >>> x = K.solve(y, shift=0.1)
+        >>> x = K.add_diagonal(0.1).solve(y)
     """
 
     def __init__(self, factors: Sequence[Tensor | int], *, grid: ProcessGrid | None = None, reduction: Reduction = "sum") -> None:
@@ -100,108 +103,85 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         """A matrix norm: ``"fro"``, ``"nuc"``, 2, 1 or inf."""
         return self._first("norm", lambda k, ord: [k.norm(ord)], ord)[0]
 
-    def logdet(self, *, shift: Any = None) -> Any:
-        """Log of the determinant of K, or of ``K + shift * I`` from the eigenvalues, a part of them on each rank.
+    def logdet(self) -> Any:
+        """Log of the determinant: NaN if it is negative, -inf if it is 0, complex for complex factors."""
+        return self._first("logdet", lambda k: [k.logdet()])[0]
 
-        Args:
-            shift: number or 0-dimensional tensor; None leaves K as it is, and its factors need not be symmetric.
+    def eigh(self) -> Eigh:
+        """Eigenvalues and eigenvectors of Hermitian factors: ``K = V @ diag(values) @ V.mH``, as `fastkron_py.KroneckerProduct.eigh`.
 
         Returns:
-            A 0-dimensional tensor, the same on every rank; NaN if the determinant is negative.
+            The eigenvalues of this rank's rows ``[rows]``, as `ProcessGrid.block` has them; eigenvectors V, a unitary KroneckerProduct.
 
         Raises:
-            TypeError: half-precision factors, or a shift that is no number.
-            ValueError: a factor is not square or, with a shift, not symmetric.
+            TypeError: float16 or bfloat16 factors.
+            ValueError: a factor is not square. Every rank raises each of these.
         """
-        if shift is None:
-            return self._first("logdet", lambda k: [k.logdet()])[0]
         grid = self._grid
-        _, basis = agree_on_solve(self._local, grid, None, shift=shift, call="logdet", scalars=self._scalars)
-        share = GridShare(grid.group, grid.device, grid.rank, grid.world_size)
-        with without_autocast(grid.device):
-            start = torch.as_tensor(shift, dtype=self.dtype, device=self.device)
-            sign, log = log_abs_det(matrices(self.factors), start, False, basis, share)
-            times = math.prod([f for f in self.factors if is_identity(f)])  # each eigenvalue, of identities
-            return log_of(sign if times % 2 else sign * sign, log * float(times))
+
+        def pairs(k: LocalKroneckerProduct) -> list[Tensor]:
+            found = [part for part in per_factor(k.factors, "eigh", torch.linalg.eigh) if not is_identity(part)]
+            return [*[values for values, _ in found], *[vectors for _, vectors in found]]
+
+        found = self._first("eigh", pairs)
+        values, vectors = found[: len(found) // 2], found[len(found) // 2 :]
+        share = GridShare(grid, of_rows=True)
+        if torch.is_grad_enabled() and values[0].requires_grad:
+            values = replicate(values, grid.group, grid.device, self._reduction)
+        rows = kron_range(filled(self.factors, values), *share.bounds(self.shape[0]))
+        return Eigh(rows, self._like(LocalKroneckerProduct(filled(self.factors, vectors))))
+
+    def eigvalsh(self) -> Tensor:
+        """The eigenvalues of `eigh`, in the same order: those of this rank's rows."""
+        values: Tensor = self.eigh().eigenvalues
+        return values
+
+    # ---- sums with a diagonal -------------------------------------------------------------------
+
+    def add_diagonal(self, s: Any) -> KroneckerPlusDiagonal:
+        """``K + s * I``, with ``@``, `solve`, `logdet` and `slogdet`.
+
+        Args:
+            s: number or 0-dimensional tensor, the same on every rank. For other diagonals see `fastkron_py.KroneckerProduct.add_diagonal`.
+
+        Raises:
+            TypeError: s of another type or dtype, or complex where the factors are real.
+            ValueError: the product is not square, or s is not one number or not finite. Every rank raises each of these.
+
+        Example:
+            >>> grid = ProcessGrid()
+            >>> K = KroneckerProduct([torch.eye(8, device=grid.device)] * 2, grid=grid)
+            >>> A = K.add_diagonal(0.1)
+            >>> rows, columns = grid.block((64, 4))
+            >>> x = A.solve(torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device))
+        """
+        try:
+            if (isinstance(s, Sequence) and not isinstance(s, str)) or getattr(s, "ndim", 0) != 0:
+                given = type_name(s) if isinstance(s, Sequence) else f"shape {tuple(s.shape)}"
+                raise value_error("s", f"one number over a grid ({on_one_rank('add_diagonal')})", given)
+            made = self._local.add_diagonal(s)
+        except REFUSALS as error:
+            refuse(self._grid, error)
+        return KroneckerPlusDiagonal._of(made, self._grid, self._reduction, self._with(f"+ {scalar_text(s)} I"))
 
     # ---- solving --------------------------------------------------------------------------------
 
-    def solve(self, b: Any, *, shift: Any = None) -> Any:
-        """The x of ``K @ x = b``, or of ``(K + shift * I) @ x = b``, directly.
-
-        Without a shift by the factors' inverses. With one by their eigenvectors: two products and a scaling; with
-        derivatives that solve again instead of going through eigenvectors, and so bear equal eigenvalues.
+    def solve(self, b: Any) -> Any:
+        """The x of ``K @ x = b``, by the factors' inverses.
 
         Args:
             b: this rank's block of ``[n, M]``, or a DTensor.
-            shift: number or 0-dimensional tensor; needs symmetric factors.
 
         Returns:
             This rank's block of x, or a DTensor.
 
         Raises:
-            TypeError: b of another array type or dtype, half-precision factors, or a shift that is no number.
-            ValueError: b does not fit, or a factor is not square or, with a shift, not symmetric.
-            torch.linalg.LinAlgError: without a shift, a factor is singular. Every rank raises the error of one rank.
+            TypeError: b of another array type or dtype, or half-precision factors.
+            ValueError: b does not fit, or a factor is not square.
+            torch.linalg.LinAlgError: a factor is singular. Every rank raises the error of one rank.
         """
-        if shift is None:
-            with without_autocast(self.device):
-                return self.inverse()._multiply(b, left=True)
-        block, basis = agree_on_solve(self._local, self._grid, b, shift=shift, call="solve", scalars=self._scalars)
-        found = eigen(self.factors, basis, self._grid)
-        return as_given(solve(System(self._grid, list(self.factors), shift, direct=True, eigen=found, reduction=self._reduction), block), b)
-
-    def conjugate_gradients(
-        self,
-        b: Any,
-        *,
-        shift: Any = 0.0,
-        mask: Tensor | None = None,
-        tolerance: _Float = 1e-6,
-        max_iter: int = 1000,
-        preconditioner: bool | Callable[[Tensor], Tensor] = True,
-    ) -> Solution:
-        """The x of ``(K + shift * I) x = b``, or of its equations that a mask leaves, by conjugate gradients.
-
-        For many right-hand sides at once, each with step lengths of its own, until the last has converged. Derivatives to b, shift
-        and factors are those of the exact solution; their backward pass solves once more.
-
-        Args:
-            b: this rank's block of ``[n, M]``, or a DTensor.
-            shift: number or 0-dimensional tensor.
-            mask: this rank's ``[rows]`` of a boolean vector ``[n]``, the same for ranks of one row of the grid: solves
-                with the rows and columns of ``K + shift * I`` where it is true; x is 0 elsewhere.
-            tolerance: of the residual relative to b, of each column.
-            max_iter: number of iterations to stop after, converged or not: look at the residual.
-            preconditioner: True takes the eigenvectors' inverse of ``K + shift * I``, which is exact without a mask; False none;
-                or a function of a block ``[rows, columns]`` of the residual, symmetric and positive definite as a whole.
-
-        Returns:
-            x, the number of iterations, and the largest relative residual.
-
-        Raises:
-            TypeError: an argument of another type.
-            ValueError: b or mask do not fit, factors are not square or (with this preconditioner) not symmetric, or
-                ``K + shift * I`` turns out not to be positive definite. Every rank raises them.
-        """
-        options: dict[str, Any] = {"tolerance": tolerance, "max_iter": max_iter, "preconditioner": preconditioner, "scalars": self._scalars}
-
-        block, basis = agree_on_solve(
-            self._local, self._grid, b, shift=shift, call="conjugate_gradients", eigenvectors=preconditioner is True, mask=mask, **options
-        )
-        system = System(
-            self._grid,
-            list(self.factors),
-            shift,
-            None if mask is None else mask[:, None].to(self.dtype),
-            tolerance,
-            max_iter,
-            preconditioner=preconditioner if callable(preconditioner) else None,
-            eigen=None if basis is None else eigen(self.factors, basis, self._grid),
-            reduction=self._reduction,
-        )
-        x = solve(system, block if mask is None else torch.where(mask[:, None], block, 0.0))  # NaN may stand for what is missing
-        return Solution(as_given(x, b), system.iterations, system.residual)
+        with without_autocast(self.device):
+            return self.inverse()._multiply(b, left=True)
 
 
 def _local_of(other: Any) -> LocalKroneckerProduct:

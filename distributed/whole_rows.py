@@ -16,12 +16,22 @@ import torch
 from torch import Tensor
 
 from fastkron_py.distributed.group.failures import check_plain
-from fastkron_py.distributed.local import IN_WHOLE, InBlocks, gradients_into, multiply_into
 from fastkron_py.distributed.plan.layout import by_rows
 from fastkron_py.distributed.plan.planner import Plan
-from fastkron_py.distributed.plan.schedule import Work, wave
 from fastkron_py.distributed.transport.copies import copy
-from fastkron_py.distributed.transport.transfer import Channel, Multiply, RowGroup, Rows, RowsUnderWay, Transfer, ready_now
+from fastkron_py.distributed.transport.transfer import (
+    Channel,
+    Multiply,
+    RowGroup,
+    Rows,
+    RowsUnderWay,
+    Transfer,
+    Work,
+    ready_now,
+    wave,
+)
+from fastkron_py.kron.into import gradients_into, multiply_into
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 from fastkron_py.runtime.batching import take
 
 

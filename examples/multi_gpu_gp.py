@@ -130,21 +130,23 @@ class Landscape:
         kinds = [("data", 0), *(("signs", 1000 * number + i) for i in range(1, probes + 1))]
         v = self.columns(kinds) * self.mask[:, None]
         kernel, noise = self.kernel()
-        solved = kernel.detach().conjugate_gradients(v, shift=noise.detach(), mask=self.mask, tolerance=1e-2, preconditioner=False)
+        covariance = kernel.detach().add_diagonal(noise.detach())
+        solved = covariance.solve(v, mask=self.mask, tolerance=1e-2, preconditioner=False)
         # With weights w the derivative of sum(w * A v) is that of the likelihood: 1/2 (u z^T of each probe - a a^T).
         data = torch.tensor([kind == "data" for kind, _ in kinds], device=self.grid.device)[self.grid.block((1, len(kinds)))[1]]
-        right = torch.where(data, solved.x, v)
-        weights = torch.where(data, -solved.x, solved.x / max(probes, 1)) / (2 * int(self.data.mask.sum()))
+        right = torch.where(data, solved, v)
+        weights = torch.where(data, -solved, solved / max(probes, 1)) / (2 * int(self.data.mask.sum()))
         through_kernel = (weights * (kernel @ right)).sum()  # each rank's part: gradients of factors are summed over ranks
         through_noise = noise * self.total((weights * right).sum())  # all ranks' sum: counts once
         self.logs.grad = None
         (through_kernel + through_noise).backward()
         with torch.no_grad():
             count = int(self.data.mask.sum())
-            fit = self.total(torch.where(data, v * solved.x, 0.0).sum())
-            log = kernel.logdet(shift=noise) * count / self.size
+            fit = self.total(torch.where(data, v * solved, 0.0).sum())
+            log = kernel.add_diagonal(noise).logdet() * count / self.size
             likelihood = -0.5 * (fit + log + count * math.log(2 * math.pi)) / count
-        return {"likelihood": float(likelihood), "iterations": solved.iterations, "residual": solved.residual}
+        found = covariance.convergence
+        return {"likelihood": float(likelihood), "iterations": found.iterations, "residual": found.residual}
 
     @torch.no_grad()
     def posterior(self, samples: int) -> tuple[Tensor, Tensor, int]:
@@ -156,12 +158,13 @@ class Landscape:
         prior = torch.where(is_data, 0.0, kernel.cholesky() @ torch.where(is_data, 0.0, white))
         errors = self.columns([(kind, seed + 10**7) for kind, seed in kinds])
         observed = torch.where(is_data, white, prior + noise.sqrt() * errors) * self.mask[:, None]
-        solved = kernel.conjugate_gradients(observed, shift=noise, mask=self.mask, tolerance=1e-5, max_iter=5000, preconditioner=False)
-        fields = torch.where(is_data, 1.0, -1.0) * (kernel @ solved.x) + prior  # the mean, and deviations from it
+        covariance = kernel.add_diagonal(noise)
+        solved = covariance.solve(observed, mask=self.mask, tolerance=1e-5, max_iterations=5000, preconditioner=False)
+        fields = torch.where(is_data, 1.0, -1.0) * (kernel @ solved) + prior  # the mean, and deviations from it
         shape = torch.Size((self.size, len(kinds)))
         whole = DTensor.from_local(fields.contiguous(), self.grid.mesh, [Shard(0), Shard(1)], shape=shape, stride=(len(kinds), 1))
         table = whole.full_tensor()
-        return table[:, 0], table[:, 1:].square().mean(1).sqrt(), solved.iterations
+        return table[:, 0], table[:, 1:].square().mean(1).sqrt(), covariance.convergence.iterations
 
 
 def draw(path: Path, data: Data, mean: Tensor, deviation: Tensor) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fastkron_py import kron_matmul as local_kron_matmul
 from fastkron_py.distributed import Plan, Problem, ProcessGrid, init_process_group, kron_matmul, plan
-from fastkron_py.distributed.solvers import kron_range
+from fastkron_py.kron.operators.algebra import kron_range
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 

@@ -229,7 +229,7 @@ def _fault_lines(f: dict[str, Any]) -> list[str]:
 
 
 def _sending(way: dict[str, Any]) -> str:
-    return " direct" if way["direct"] else " in runs" if way.get("messages") else ""
+    return " direct" if way["direct"] else ""
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

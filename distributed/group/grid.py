@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import numbers
 import sys
-from collections.abc import Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Final, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,13 @@ from fastkron_py.distributed.plan.layout import chunk_offsets
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DIMENSIONS: Final = ("rows", "cols")
+
+_when_closing: list[Callable[[ProcessGrid], None]] = []
+
+
+def when_closing(function: Callable[[ProcessGrid], None]) -> None:
+    """Have a function called on every rank of a grid that is closed."""
+    _when_closing.append(function)
 
 
 class ProcessGrid:
@@ -50,7 +58,11 @@ class ProcessGrid:
         >>> grid = ProcessGrid((1, info.world_size))
         >>> grid.row, grid.col
         (0, 0)
+        >>> with ProcessGrid((1, info.world_size)) as grid:  # closed at the end
+        ...     y = kron_matmul(torch.ones(2, 4, device=grid.device), [torch.eye(2, device=grid.device)] * 2, grid=grid)
     """
+
+    _closed = False
 
     def __init__(
         self,
@@ -79,6 +91,7 @@ class ProcessGrid:
             description = error
         agree(self, description)
         self._control.grids = number = self._control.grids + 1
+        self._is_private = private
         if private:
             self._control = Control(self._ranks, number)
         layout = _layout(self._shape, self._ranks, mesh is not None)
@@ -149,7 +162,13 @@ class ProcessGrid:
 
     @property
     def control(self) -> Control:
-        """The channel on the host by which all ranks of the grid exchange messages beside their data."""
+        """The channel on the host by which all ranks of the grid exchange messages beside their data.
+
+        Raises:
+            ValueError: the grid has been closed.
+        """
+        if self._closed:
+            raise value_error("grid", "an open ProcessGrid", "one that has been closed")
         return self._control
 
     @property
@@ -175,6 +194,36 @@ class ProcessGrid:
     def barrier(self) -> None:
         """Wait, on the host, until every rank of the grid is here; one that makes another call instead is an error on all."""
         agree(self, {"call": "ProcessGrid.barrier"})
+
+    def close(self) -> None:
+        """Give back peer memory, and a private grid's connections on the host; later calls over the grid are refused. Collective.
+
+        Process groups last until the default group is destroyed: grids of the same ranks and shape share them, and peer memory too, which
+        the next product of another one makes anew. A second close does nothing. ``with grid:`` closes it at the end of the block; after an
+        exception without waiting for other ranks, which may be gone.
+
+        Raises:
+            CollectiveError: a rank did not come.
+        """
+        if not self._closed:
+            agree(self, {"call": "ProcessGrid.close"})
+            for function in _when_closing:
+                function(self)
+            self._end()
+
+    def _end(self) -> None:
+        if self._is_private and not self._closed:
+            self._control.close(RuntimeError("the grid has been closed"))
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGrid:
         """Itself: a copy of a module that holds a grid has the same ranks, and communicators are not copied."""
@@ -371,7 +420,7 @@ def grid_for(operand: Any, grid: ProcessGrid) -> ProcessGrid:
 
 def grid_of(mesh: DeviceMesh) -> ProcessGrid:
     """The grid of a mesh, made when one like it is first seen: a slice of a mesh is another object each time."""
-    if _made_in is not dist.group.WORLD or mesh not in _of_meshes:
+    if _made_in is not dist.group.WORLD or mesh not in _of_meshes or _of_meshes[mesh]._closed:
         made = ProcessGrid(mesh)  # which forgets those of an older default group
         _of_meshes[mesh] = made
     return _of_meshes[mesh]

@@ -1,4 +1,11 @@
-"""The cost of a product for the busiest rank: steps, memory and time; and the figures of a transport that a plan uses."""
+"""The cost of a product for the busiest rank: steps, memory and time; and the figures of links and of a transport that a plan uses.
+
+The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 7%), and to products on two and four
+of them: memory, copies, copies to and from peers' memory with their barriers, and the speed of multiplies beside an exchange. The
+processor's lie between two hosts, one of them twice as slow as the other. Those of links between hosts are a data sheet's bandwidth and a
+guess at latency, meant to be replaced by the user's own.
+docs/how_it_works/distributed.md has the table of modelled and measured times.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +16,20 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fastkron_py.distributed.plan.layout import Exchange, Leg, Way, by_rows, chunk_offsets, chunk_rows, even_offsets, widths
-from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.kron.families import fragments, tile
 from fastkron_py.kron.planner import plans
 from fastkron_py.kron.problem import contiguous_problem
+from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.gpu import HOPPER
 
 if TYPE_CHECKING:
     import torch
 
+BANDWIDTHS: Final = (
+    "bandwidth", "pair_bandwidth", "host_bandwidth", "memory", "copy_memory", "ranks_per_host", "direct_bandwidth"
+)  # fmt: skip
+CPU: Final = ("cpu_call", "cpu_chunk", "cpu_exchange", "cpu_direct_exchange", "cpu_gradients")
 # The model of launches is asked for very many rows; the cost of a launch by itself is added here.
 MANY_ROWS: Final = 1 << 20
 LAUNCH_SECONDS: Final = 4e-6
@@ -31,6 +42,92 @@ PAIRS: Final = 1 << 12
 # Buffers beside x and the result: an operand and the result of one launch for the next; with several chunks also the operand of the next
 # one and the product of the one before.
 BUFFERS: Final = (2, 4, 5)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidth in bytes a second, each way and for each GPU, and latency in seconds.
+
+    Attributes:
+        bandwidth: inside a host.
+        pair_bandwidth: of an exchange between two ranks of a host, which is slower than one among more (at most bandwidth).
+        latency: of a collective.
+        message: of each message in it, inside a host.
+        host_bandwidth: between hosts.
+        host_message: of each message between hosts.
+        ranks_per_host: ranks ``i * ranks_per_host`` up to ``(i + 1) * ranks_per_host`` share host i.
+        memory: of a GPU's own memory, in multiplies.
+        copy_memory: of the same in copies of long runs, read and written together.
+        beside: how fast multiplies go on beside an all-to-all inside a host, as a share of their speed without one.
+        beside_direct: the same beside copies to and from the peers' memory.
+        direct_bandwidth: of copies to and from the peers' memory, inside a host.
+        direct_latency: of the barriers before and after them, beside multiplies.
+        cpu_call: processor time of a product, before its first chunk.
+        cpu_chunk: of each chunk of rows, for its multiplies.
+        cpu_exchange: of each exchange of a chunk.
+        cpu_direct_exchange: in place of cpu_exchange, where ranks reach into each other's memory.
+        cpu_gradients: of a chunk's gradients, with their exchanges.
+    """
+
+    bandwidth: float = 330e9
+    pair_bandwidth: float = 307e9
+    latency: float = 26e-6
+    message: float = 1e-6
+    host_bandwidth: float = 45e9
+    host_message: float = 2e-6
+    ranks_per_host: int = 8
+    memory: float = 3.3e12
+    copy_memory: float = 4.1e12
+    beside: float = 0.5
+    beside_direct: float = 0.8
+    direct_bandwidth: float = 380e9
+    direct_latency: float = 30e-6
+    cpu_call: float = 0.15e-3
+    cpu_chunk: float = 0.17e-3
+    cpu_exchange: float = 0.17e-3
+    cpu_direct_exchange: float = 0.14e-3
+    cpu_gradients: float = 1.0e-3
+
+    def __post_init__(self) -> None:
+        for name in BANDWIDTHS:
+            if not getattr(self, name) > 0:
+                raise value_error(name, "a positive number", getattr(self, name))
+        for name in ("beside", "beside_direct"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise value_error(name, "a share from 0 to 1", getattr(self, name))
+        for name in ("latency", "message", "host_message", "direct_latency", *CPU):
+            if not getattr(self, name) >= 0:
+                raise value_error(name, "a number of seconds, not negative", getattr(self, name))
+
+    def exchange_seconds(self, near: float, far: float, near_messages: int, far_messages: int) -> float:
+        """Time of a rank's part in an exchange: bytes and messages to ranks of its own host, and to others."""
+        if near_messages + far_messages == 0:
+            return 0.0
+        bandwidth = min(self.bandwidth, self.pair_bandwidth) if near_messages + far_messages == 1 else self.bandwidth
+        moved = max(near / bandwidth, far / self.host_bandwidth)
+        return self.latency + near_messages * self.message + far_messages * self.host_message + moved
+
+
+NVLINK: Final = Links()
+
+
+@lru_cache(maxsize=64)
+def links_for(link_bandwidth: float, bandwidth: float) -> Links:
+    """`NVLINK` for other GPUs, in the ratio of their records to Hopper's.
+
+    Args:
+        link_bandwidth: as in `runtime.gpu.GPU`.
+        bandwidth: of the memory, as there.
+    """
+    link, memory = link_bandwidth / HOPPER.link_bandwidth, bandwidth / HOPPER.bandwidth
+    return replace(
+        NVLINK,
+        bandwidth=NVLINK.bandwidth * link,
+        pair_bandwidth=NVLINK.pair_bandwidth * link,
+        direct_bandwidth=NVLINK.direct_bandwidth * link,
+        memory=NVLINK.memory * memory,
+        copy_memory=NVLINK.copy_memory * memory,
+    )
 
 
 class Site(NamedTuple):
@@ -54,16 +151,12 @@ class TransportModel:
     Attributes:
         name: in plans, and for ``plan(transport=...)``.
         label: how parts of an exchange go, in a printed plan.
-        option: the argument of `plan` besides transport that asks for it, or forbids it; empty without.
-        stages: it is for exchanges between stages too, not for products of whole rows alone.
         multiplies: of whole rows it takes over the product as well, which may read and write columns in blocks.
         slots: buffers on each rank beside a product's, each as large as the most that the exchange of a chunk brings a rank.
     """
 
     name: str
     label: str
-    option: str = ""
-    stages: bool = True
     multiplies: bool = False
     slots: int = 0
 
@@ -71,17 +164,9 @@ class TransportModel:
         """Whether a plan may choose it, unasked, for whole rows or for stages, in this number of chunks."""
         return True
 
-    def carries(self, exchange: Exchange) -> bool:
-        """Whether it carries an exchange; the transport called `FALLBACK` carries all that others do not."""
-        return True
-
-    def links(self, links: Links, size: int) -> Links:
-        """The links as exchanges among this number of ranks find them: bandwidth, latency, `Links.beside`, `Links.cpu_exchange`."""
+    def links(self, links: Links) -> Links:
+        """The links as exchanges find them: bandwidth, latency, `Links.beside`, `Links.cpu_exchange`."""
         return links
-
-    def rounds(self, rows: int) -> int:
-        """Rounds of messages that the processor begins, where a rank has this number of rows."""
-        return 0
 
     def copies(self, transposed: bool) -> tuple[int, int]:
         """Copies beside the exchange, in long runs and transposing: whether a multiply has left blocks transposed."""
@@ -89,19 +174,15 @@ class TransportModel:
 
 
 FALLBACK: Final = "packed"
+DIRECT: Final = "peer memory"
 TRANSPORTS: Final[dict[str, TransportModel]] = {}
 """Transports by name, in the order in which a plan prefers them where they cost the same. `fastkron_py.distributed.transport` fills it."""
 
 
-def transport_for(transport: TransportModel, exchange: Exchange) -> TransportModel:
-    """The transport that carries an exchange of a plan with this transport."""
-    return transport if transport.carries(exchange) else TRANSPORTS[FALLBACK]
-
-
 @lru_cache(maxsize=1024)
-def links_of(transport: TransportModel, links: Links, size: int) -> Links:
+def links_of(transport: TransportModel, links: Links) -> Links:
     """`TransportModel.links`, kept."""
-    return transport.links(links, size)
+    return transport.links(links)
 
 
 @lru_cache(maxsize=4096)
@@ -143,7 +224,6 @@ class Step:
         bytes_to_hosts: of these, to ranks of other hosts.
         messages: to other ranks, of each chunk.
         messages_to_hosts: of these, to ranks of other hosts.
-        calls: rounds of messages that the processor begins, of all rows; none where parts are packed or copied.
     """
 
     factors: tuple[int, int] | None
@@ -156,7 +236,6 @@ class Step:
     bytes_to_hosts: int = 0
     messages: int = 0
     messages_to_hosts: int = 0
-    calls: int = 0
 
 
 def stage_steps(problem: Problem, way: Way, site: Site, transport: TransportModel, links: Links) -> Iterator[Step]:
@@ -184,17 +263,14 @@ def _step(
 ) -> Step:
     if leg is None:
         return Step(factors, None, links, multiply)
-    transport = transport_for(transport, leg.exchange)
-    between_stages = leg.exchange.transposed
-    copies = transport.copies(between_stages)
-    calls = transport.rounds(site.rows if between_stages else -(-site.rows // site.size))
-    unit, paid = problem.dtype.itemsize, links_of(transport, links, site.size)
+    copies = transport.copies(leg.exchange.transposed)
+    unit, paid = problem.dtype.itemsize, links_of(transport, links)
     loads = [load(leg, r, site, unit, links) for r in sampled_ranks(leg.exchange)]
     copy = max([copies_seconds(copies, each.block, unit, links) for each in loads])
     move = max([each.seconds(paid) for each in loads])
     sent, far = max([each.near + each.far for each in loads]), max([each.far for each in loads])
     messages, far_messages = max([each.near_messages + each.far_messages for each in loads]), max([each.far_messages for each in loads])
-    return Step(factors, leg, paid, multiply, copy, move + calls * paid.round, sent, far, messages, far_messages, calls)
+    return Step(factors, leg, paid, multiply, copy, move, sent, far, messages, far_messages)
 
 
 class Load(NamedTuple):
@@ -247,7 +323,7 @@ def _messages(leg: Leg, sender: int, host: range) -> tuple[int, int]:
 def best_cuts(problem: Problem, rows: int, parts: int, transport: TransportModel, links: Links) -> tuple[int, ...]:
     """Stages of least modelled time, by dynamic programming over how many of the first factors are left."""
     ps, qs, itemsize = problem.inner, problem.outer, problem.dtype.itemsize
-    count, paid = len(ps), links_of(transport, links, parts)
+    count, paid = len(ps), links_of(transport, links)
     copies, near = transport.copies(True), min(links.ranks_per_host, parts)
     best: dict[int, tuple[float, tuple[int, ...]]] = {count: (0.0, ())}
     for left in range(count - 1, -1, -1):
@@ -300,7 +376,7 @@ def cpu_seconds(steps: Sequence[Step], chunks: int, links: Links) -> float:
     exchanges = [s for s in steps if s.leg is not None]
     chunks = chunks if exchanges else 1  # one column needs no chunks
     each = links.cpu_chunk + sum(s.links.cpu_exchange for s in exchanges)
-    return links.cpu_call + chunks * each + sum(s.calls * s.links.cpu_message for s in exchanges)
+    return links.cpu_call + chunks * each
 
 
 def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) -> float:
@@ -325,7 +401,7 @@ def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) ->
     alone = max(sizes[0], sizes[-1]) / rows
     beside = multiply
     for s in steps:
-        taken = s.links.exchange_seconds(s.bytes_sent, 0, s.messages, 0) + s.calls * s.links.round  # messages to other hosts are slow
+        taken = s.links.exchange_seconds(s.bytes_sent, 0, s.messages, 0)  # messages to other hosts are slow
         beside += taken * (1 - s.links.beside * (1 - alone))
     return max(begun, beside, max(multiply, exchange) + min(multiply, exchange) * alone)
 

@@ -157,24 +157,6 @@ class Exchange:
         return not self.transposed and aligned(self.target, self.columns)
 
     @cached_property
-    def in_runs(self) -> bool:
-        """Whether runs of memory can be sent from where they are to where they belong, each as a message.
-
-        Every rank has some, since all have to take part in a group's first messages.
-        """
-        return self.straight and min(*widths(self.source), *widths(self.target)) > 0
-
-    @cached_property
-    def source_widths(self) -> list[int]:
-        """How many columns each rank holds before."""
-        return widths(self.source)
-
-    @cached_property
-    def target_rows(self) -> tuple[int, ...]:
-        """Offsets in rows, of a straight exchange."""
-        return tuple(o // self.columns for o in self.target)
-
-    @cached_property
     def idle(self) -> bool:
         """Whether nothing has to move: every rank keeps all that it has."""
         return all(self.size(r, r) == self.source_size(r) for r in range(self.ranks))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal
 
 from fastkron_py.distributed.plan import show
 from fastkron_py.distributed.plan.cost import (
+    DIRECT,
     FALLBACK,
+    NVLINK,
     TRANSPORTS,
+    Links,
     Site,
     Step,
     TransportModel,
@@ -27,7 +30,6 @@ from fastkron_py.distributed.plan.cost import (
     training_seconds,
 )
 from fastkron_py.distributed.plan.layout import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
-from fastkron_py.distributed.plan.links import NVLINK, Links
 from fastkron_py.distributed.problem import Problem, positive_sizes
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -52,9 +54,8 @@ class Plan:
         steps: an exchange to whole slices or to rows where one is needed, then the stages.
         peak_memory: bytes of the rank that needs most: x, the result and buffers, with gradients also the saved operands.
         seconds: modelled time of the forward product, of GPUs and links or of the processor.
-        transport: how exchanges are carried out: "packed" for an all-to-all; "messages", of whole rows, as runs of memory from where they
-            lie to where they belong; "peer memory" between GPUs of one host. Exchanges that one cannot carry (a chunk with no row for some
-            rank, GPUs that cannot reach each other) are packed all the same.
+        transport: how exchanges are carried out: "packed" for an all-to-all, "peer memory" between GPUs of one host. What it cannot carry
+            (GPUs that cannot reach each other) is packed all the same.
     """
 
     problem: Problem
@@ -75,12 +76,7 @@ class Plan:
     @property
     def direct(self) -> bool:
         """GPUs of one host reach into each other's memory."""
-        return self.transport_model.option == "direct"
-
-    @property
-    def messages(self) -> bool:
-        """Runs of memory are sent as they lie."""
-        return self.transport_model.option == "messages"
+        return self.transport == DIRECT
 
     @property
     def parts(self) -> int:
@@ -135,10 +131,6 @@ class Plan:
         row, col = divmod(rank, self.grid[1])
         return (col, row) if self.problem.left else (row, col)
 
-    def rank(self, group: int, position: int) -> int:
-        """The rank at a place."""
-        return position * self.grid[1] + group if self.problem.left else group * self.grid[1] + position
-
     def rows(self, group: int) -> int:
         """Rows of x (with left: columns) that the ranks of a row group hold."""
         return widths(chunk_offsets(self.problem.m, self.row_groups))[group]
@@ -148,18 +140,6 @@ class Plan:
         """Elements that a rank has before or after the exchange of one chunk, at most."""
         legs = [leg for chunks in self.legs(0) for leg in chunks]  # the first group has most rows
         return max(max(leg.held(r), leg.gets(r)) for leg in legs for r in range(self.parts))
-
-    def bytes_between(self, exchange: int, sender: int, receiver: int) -> int:
-        """Bytes that one rank sends another in an exchange, of the forward product."""
-        (group, position), (other, peer) = self.place(sender), self.place(receiver)
-        if group != other or sender == receiver:
-            return 0
-        return sum(leg.size(position, peer) for leg in self.legs(group)[exchange]) * self.problem.dtype.itemsize
-
-    def bytes_sent(self, exchange: int, rank: int) -> int:
-        """Bytes that a rank sends to others in an exchange."""
-        group, position = self.place(rank)
-        return sum(leg.sent(position) for leg in self.legs(group)[exchange]) * self.problem.dtype.itemsize
 
     @property
     def bytes_total(self) -> int:
@@ -214,7 +194,6 @@ def plan(
     chunks: int | None = None,
     memory: float | None = None,
     direct: bool | None = None,
-    messages: bool | None = None,
     transport: str | None = None,
     links: Links = NVLINK,
 ) -> Plan:
@@ -233,8 +212,7 @@ def plan(
         memory: bytes that each rank may use; None sets no limit.
         direct: True takes transport "peer memory", which needs six buffers more; False excludes it. It is chosen unasked for products by
             whole rows in two chunks or more, in row groups that `links` puts on one host.
-        messages: True takes transport "messages", which is for whole rows; False excludes it.
-        transport: how exchanges are carried out, as `Plan.transport` has it; None chooses among those that direct and messages allow.
+        transport: how exchanges are carried out, as `Plan.transport` has it; None chooses among those that direct allows.
         links: how fast ranks exchange.
 
     Returns:
@@ -254,7 +232,7 @@ def plan(
     if chunks is not None and check_integer("chunks", chunks) < 1:
         raise value_error("chunks", "a positive number", chunks)
     forced = None if stages is None else _cuts(stages, len(problem.ps))
-    transports, asked = _transports({"direct": direct, "messages": messages}, transport, forced)
+    transports, asked = _transports(direct, transport)
     _check_limits(memory, links)
     shapes = list(_shapes(grid, world_size))
     if forced is not None and len(forced) == 1 and not problem.identity_first:
@@ -283,24 +261,17 @@ def _cuts(stages: Any, count: int) -> tuple[int, ...]:
     return cuts
 
 
-def _transports(options: Mapping[str, Any], named: Any, forced: Sequence[int] | None) -> tuple[list[TransportModel], bool]:
-    """The transports to choose among, and whether they were asked for: by name, or by the older options."""
-    for name, value in options.items():
-        if not (value is None or isinstance(value, bool)):
-            raise type_error(name, "True, False or None", type_name(value))
+def _transports(direct: Any, named: Any) -> tuple[list[TransportModel], bool]:
+    """The transports to choose among, and whether one was asked for, by name or by direct."""
+    if not (direct is None or isinstance(direct, bool)):
+        raise type_error("direct", "True, False or None", type_name(direct))
     if named is not None and (not isinstance(named, str) or named not in TRANSPORTS):
         raise value_error("transport", f"None or one of {', '.join(TRANSPORTS)}", repr(named))
-    wanted = [t for t in TRANSPORTS.values() if t.name == named or options.get(t.option)]
-    if len(wanted) > 1:
-        raise value_error("transport", "one at most", ", ".join(t.name for t in wanted))
-    if wanted and options.get(wanted[0].option) is False:
-        raise value_error("transport", f"another with {wanted[0].option}=False", named)
-    if not wanted:
-        return [t for t in TRANSPORTS.values() if options.get(t.option) is not False], False
-    if forced and not wanted[0].stages:
-        name, none = ("transport", "another") if named else (wanted[0].option, "False or None")
-        raise value_error(name, f'{none} with stages {forced}, or stages="{BY_ROWS}"', named or True)
-    return wanted, True
+    if named is not None and direct not in (None, named == DIRECT):
+        raise value_error("transport", f"{DIRECT if direct else 'another'} with direct={direct}", named)
+    if named is not None or direct:
+        return [TRANSPORTS[named or DIRECT]], True
+    return [t for t in TRANSPORTS.values() if direct is None or t.name != DIRECT], False
 
 
 def _check_limits(memory: Any, links: Any) -> None:
@@ -373,11 +344,11 @@ class _Wanted:
         if site.size == 1:
             return [] if whole_rows else [single]
         if self.cuts is not None:
-            return [self.cuts] if whole_rows == (not self.cuts) and (whole_rows or transport.stages) else []
+            return [self.cuts] if whole_rows == (not self.cuts) else []
         if whole_rows and site.rows >= site.size:
             return [()]
-        found = [single] if transport.stages and problem.identity_first else []
-        best = best_cuts(problem, site.rows, site.size, transport, self.links) if transport.stages else ()
+        found = [single] if problem.identity_first else []
+        best = best_cuts(problem, site.rows, site.size, transport, self.links)
         if len(best) > 1:  # one stage of all factors would bring each row to one rank, and all rows to the same
             found.append(best)
         return found if not whole_rows else [] if found else [()]  # with fewer rows than ranks some ranks would have none

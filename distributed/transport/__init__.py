@@ -2,8 +2,7 @@
 
 from fastkron_py.distributed.plan.cost import TRANSPORTS
 from fastkron_py.distributed.transport.all_to_all import PACKED
-from fastkron_py.distributed.transport.messages import MESSAGES
 from fastkron_py.distributed.transport.peer_memory import PEER_MEMORY
 
 # In this order a plan takes them where they cost the same.
-TRANSPORTS.update({transport.name: transport for transport in (PACKED, MESSAGES, PEER_MEMORY)})
+TRANSPORTS.update({transport.name: transport for transport in (PACKED, PEER_MEMORY)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from fastkron_py.distributed.plan.cost import FALLBACK
 from fastkron_py.distributed.plan.layout import Exchange
-from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.transport.copies import copy, plain
 from fastkron_py.distributed.transport.transfer import Transfer, Transport, at_source, at_target, landed
 
@@ -21,10 +19,6 @@ class Packed(Transport):
 
     name = FALLBACK
     label = "packed"
-
-    def links(self, links: Links, size: int) -> Links:
-        """An all-to-all leaves multiplies more than single messages do."""
-        return replace(links, beside=links.beside_packed)
 
     def copies(self, transposed: bool) -> tuple[int, int]:
         """Long runs are packed or unpacked; between stages both, and a multiply's result is packed element by element."""

@@ -1,4 +1,4 @@
-"""Copies between blocks and buffers on a GPU: in words as wide as the layouts allow, in long runs, on a stream of their own.
+"""Copies between blocks and buffers on a GPU: in words as wide as the layouts allow, in long runs.
 
 Strided (2D) copies, of matrices whose rows lie apart, are one call to CUDA's driver, which torch does not offer: torch copies such a matrix
 by a kernel, which takes multiprocessors from multiplies, or row by row, and each row costs the processor as much as this.
@@ -7,14 +7,13 @@ by a kernel, which takes multiprocessors from multiplies, or row by row, and eac
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-
-from fastkron_py.distributed.transport.driver import driver_function
 
 # torch copies strided tensors element by element: wide ones move more bytes with as many instructions. For copies from this size on.
 WIDE_BYTES: Final = 1 << 20
@@ -25,7 +24,14 @@ RUN_BYTES: Final = 1 << 18
 _UNIFIED: Final = 4  # CU_MEMORYTYPE_UNIFIED: the address says where it is
 _MOST_PITCH: Final = 2**31 - 1
 
-_beside: dict[torch.device, torch.cuda.Stream] = {}
+
+@lru_cache(maxsize=8)
+def driver_function(name: str) -> Any:
+    """A function of the driver by its name, such as ``cuMemcpy2DAsync_v2``; None where there is none."""
+    try:
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):
+        return None
 
 
 def plain(buffer: Tensor) -> Tensor:
@@ -47,22 +53,6 @@ def _in_words(t: Tensor) -> bool:
     if many < 2 or t.is_complex() or t.stride(-1) != 1 or t.data_ptr() % WORD.itemsize:
         return False
     return not any([n % many for n in (t.shape[-1], t.storage_offset(), *t.stride()[:-1])])
-
-
-def beside(device: torch.device, copies: Callable[[], Any]) -> torch.cuda.Event | None:
-    """Have copies made on a stream of their own, after the work that the current stream has been given; the event after them."""
-    if device.type != "cuda":
-        copies()
-        return None
-    if device not in _beside:
-        _beside[device] = torch.cuda.Stream(device, priority=-1)
-    stream = _beside[device]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        copies()
-        done = torch.cuda.Event()
-        done.record(stream)
-    return done
 
 
 class _Copy(ctypes.Structure):

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from fastkron_py.distributed.transport.driver import driver_function
+from fastkron_py.distributed.transport.copies import driver_function
 
 WORD: Final = 4  # bytes of a flag
 _WAIT: Final = 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32

@@ -22,14 +22,13 @@ from torch import Tensor
 from fastkron_py.distributed.group.failures import stage
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
-from fastkron_py.distributed.local import InBlocks
-from fastkron_py.distributed.plan.cost import Site
+from fastkron_py.distributed.plan.cost import DIRECT, Links, Site
 from fastkron_py.distributed.plan.layout import Leg, Offsets, chunk_offsets, even_offsets
-from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.transport.copies import Copies
 from fastkron_py.distributed.transport.slots import SLOTS, Slots, open_slots
 from fastkron_py.distributed.transport.transfer import Channel, Multiply, RowGroup, Rows, Transfer, Transport, at_source, at_target, landed
+from fastkron_py.kron.planner import InBlocks
 
 FEWEST_CHUNKS: Final = 2
 """From which on plans choose peer memory unasked: slots are as large as chunks."""
@@ -38,9 +37,8 @@ FEWEST_CHUNKS: Final = 2
 class PeerMemory(Transport):
     """Between GPUs of one host, through a few slots on each."""
 
-    name = "peer memory"
+    name = DIRECT
     label = "through peer memory"
-    option = "direct"
     multiplies = True
     slots = SLOTS
 
@@ -50,7 +48,7 @@ class PeerMemory(Transport):
         together = reach <= host and (host % reach == 0 or site.groups * site.size <= host)
         return whole_rows and chunks >= FEWEST_CHUNKS and 1 < site.size <= site.rows and together and not problem.identities
 
-    def links(self, links: Links, size: int) -> Links:
+    def links(self, links: Links) -> Links:
         """Copies follow each other at once, between barriers."""
         return replace(
             links,

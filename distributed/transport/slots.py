@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.group.agreement import agree
-from fastkron_py.distributed.group.grid import ProcessGrid
+from fastkron_py.distributed.group.grid import ProcessGrid, when_closing
 from fastkron_py.distributed.transport.flags import Flags
 
 T = TypeVar("T")
@@ -215,6 +215,9 @@ def release_peer_memory(grid: ProcessGrid) -> None:
     made = _known()
     for group in (grid.row_group, grid.col_group):
         made.pop((group.group_name, grid.device), None)
+
+
+when_closing(release_peer_memory)
 
 
 def _known() -> dict[tuple[str, torch.device], Slots | None]:

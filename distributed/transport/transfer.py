@@ -8,10 +8,10 @@ that ties the two together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,14 @@ from torch import Tensor
 from fastkron_py.distributed.group.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
-from fastkron_py.distributed.local import IN_WHOLE, InBlocks
 from fastkron_py.distributed.plan.cost import FALLBACK, TRANSPORTS, TransportModel
 from fastkron_py.distributed.plan.layout import Exchange, Leg, Rectangle
-from fastkron_py.distributed.plan.schedule import LAG
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
+LAG: Final = 2
+"""Ticks from one step of a chunk to its next."""
+
+Work = Generator[None, None, None]
 Place = Callable[[Tensor], Tensor]
 Multiply = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 """Multiplies blocks of columns of a rank's rows, and writes blocks of the product: each side one block, or one for each rank."""
@@ -375,3 +378,18 @@ def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor], out: Tensor 
         return _receive(transfers, tokens[0], out)
     block: Tensor = _Finish.apply((transfers, out), *tokens)  # type: ignore[no-untyped-call]
     return block
+
+
+def wave(chunks: Sequence[Work]) -> None:
+    """Run chunks so that links and multiprocessors both have work: chunk c takes its step s at tick ``c + LAG * s``.
+
+    An exchange is waited for one tick after the next chunk's has begun, so that while chunk c is multiplied, chunk c + 1
+    arrives, and nothing that is sent later waits for a multiply that it does not need. The same order on every rank.
+    """
+    done: set[int] = set()
+    tick = 0
+    while len(done) < len(chunks):
+        for c in range(tick % LAG, min(tick + 1, len(chunks)), LAG):  # the oldest first: they free memory
+            if c not in done and next(chunks[c], "done") is not None:
+                done.add(c)
+        tick += 1

@@ -122,8 +122,22 @@ def problem(m, sizes, dtype=torch.float64, left=False):
     return Problem(m, ps, qs, dtype, left, identities=tuple([i for i, s in enumerate(sizes) if isinstance(s, int)]))
 
 
-def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64, messages=None):
-    return plan(problem(m, sizes, dtype, left), shape, stages=stages, chunks=chunks, messages=messages)
+def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64):
+    return plan(problem(m, sizes, dtype, left), shape, stages=stages, chunks=chunks)
+
+
+def bytes_between(how, exchange, sender, receiver):
+    """Bytes that one rank sends another in an exchange of a plan, of the forward product."""
+    (group, position), (other, peer) = how.place(sender), how.place(receiver)
+    if group != other or sender == receiver:
+        return 0
+    return sum(leg.size(position, peer) for leg in how.legs(group)[exchange]) * how.problem.dtype.itemsize
+
+
+def bytes_sent(how, exchange, rank):
+    """Bytes that a rank sends to others in an exchange, as the plan counts them."""
+    group, position = how.place(rank)
+    return sum(leg.sent(position) for leg in how.legs(group)[exchange]) * how.problem.dtype.itemsize
 
 
 def derive(loss, log, leaves, b, reduce, second, scale=1.0):

@@ -15,6 +15,8 @@ from products import (
     IDENTITIES,
     PROBLEMS,
     block,
+    bytes_between,
+    bytes_sent,
     counted_bytes,
     grid_for,
     make,
@@ -252,9 +254,9 @@ def sent(shape, left):
             assert len(counts) == len(legs)
             for peer in range(grid.world_size):
                 if peer != grid.rank:
-                    assert total[peer] == sum(how.bytes_between(i, grid.rank, peer) for i in range(len(how.legs(line))))
+                    assert total[peer] == sum(bytes_between(how, i, grid.rank, peer) for i in range(len(how.legs(line))))
             found = [sum(v for r, v in c.items() if r != grid.rank) for c in counts]
-            assert sum(found) == sum(how.bytes_sent(i, grid.rank) for i in range(len(how.legs(line))))
+            assert sum(found) == sum(bytes_sent(how, i, grid.rank) for i in range(len(how.legs(line))))
             assert sorted(found) == sorted(4 * leg.sent(position) for leg in legs)
             everything = torch.tensor([sum(v for r, v in total.items() if r != grid.rank)], device=grid.device)
             dist.all_reduce(everything, group=grid.group)
@@ -422,8 +424,8 @@ def refuse(what):
         options = {"beta": 1.0, "z": z[:, :-1]}
     elif what == "plan":
         options = {"plan": plan(Problem(m, (4, 4), (4, 4)), (1, size))}
-    elif what == "messages":
-        options = {"plan": plan(Problem(m, (4, 4), (4, 4)), grid.shape, stages="rows", messages=last)}
+    elif what == "transport":
+        options = {"plan": plan(Problem(m, (4, 4), (4, 4)), grid.shape, stages="rows", direct=last)}
     elif what == "batch":
         factors = [f.expand(3, 4, 4) for f in factors]
     elif what == "vector":
@@ -454,7 +456,7 @@ REFUSALS = [
     ("z", "ValueError", r"z: expected this rank's block of the result's shape, since beta is not 0; got None"),
     ("z's shape", "ValueError", r"z: expected this rank's block of the result, \(\d, 8\); got shape \(\d, 7\)"),
     ("plan", "ValueError", r"plan: expected a plan for factors \(4, 4\) x \(4, 4\), left=False, on a \d x 2 grid; got one for"),
-    ("messages", "ValueError", r"plan: expected the same on every rank; got .*packed.* on rank.*messages"),
+    ("transport", "ValueError", r"plan: expected the same on every rank; got .*packed.* on rank.*peer memory"),
     ("batch", "ValueError", r"factors\[0\]: expected a matrix with rows and columns, without batch dimensions; got shape \(3, 4, 4\)"),
     ("vector", "ValueError", r"x: expected a matrix; got shape"),
     ("no grid", "ValueError", r"grid: expected a ProcessGrid, since x is a block; got None"),

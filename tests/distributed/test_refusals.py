@@ -45,9 +45,9 @@ def on_grids(call, odd_mesh=False):
     if call == "solve":
         operator.solve(ones(grid, N, 8))
     if call == "solve with a shift":
-        operator.solve(ones(grid, N, 8), shift=0.5)
+        operator.add_diagonal(0.5).solve(ones(grid, N, 8))
     if call == "logdet":
-        operator.logdet(shift=0.5)
+        operator.add_diagonal(0.5).logdet()
 
 
 @pytest.mark.parametrize("call", ["kron_matmul", "whole", "KroneckerProduct", "solve", "solve with a shift", "logdet"])
@@ -86,11 +86,7 @@ def alone(what):
         operator(torch.zeros(4, 4, dtype=torch.float64)).solve(b)
     asymmetric = torch.ones(4, 4, dtype=torch.float64).triu()
     if what == "asymmetric":
-        operator(asymmetric).solve(b, shift=0.5)
-    if what == "asymmetric, conjugate gradients":
-        operator(asymmetric).conjugate_gradients(b, shift=0.5)
-    if what == "asymmetric, logdet":
-        operator(asymmetric).logdet(shift=0.5)
+        operator(asymmetric).add_diagonal(0.5).solve(b, mask=b[:, 0] > 0)
     if what == "barrier":
         (grid.barrier if wrong else lambda: operator(None))()
 
@@ -103,9 +99,7 @@ def alone(what):
         ("no grid of an operator", "TypeError", "grid: expected a ProcessGrid or None; got int (on rank 1)"),
         ("mesh", "ValueError", "x: expected a DTensor on a mesh of ranks [["),
         ("singular", "_LinAlgError", "factors[0] of shape (4, 4): linalg.inv: "),
-        ("asymmetric", "ValueError", "factors[0]: expected a symmetric matrix; got one that differs from its transpose (on rank 1)"),
-        ("asymmetric, conjugate gradients", "ValueError", "factors[0]: expected a symmetric matrix"),
-        ("asymmetric, logdet", "ValueError", "factors[0]: expected a symmetric matrix"),
+        ("asymmetric", "ValueError", "factors[0]: expected a symmetric matrix for conjugate gradients; got one that "),
         ("barrier", "ValueError", 'call: expected the same on every rank; got "KroneckerProduct" on rank'),
     ],
 )
@@ -122,7 +116,7 @@ def without_gradients(what):
     own = [f.requires_grad_(what == "needed") for f in factors(grid)]
     K, S, b = KroneckerProduct(own, grid=grid), KroneckerSum([2 * f for f in own], grid=grid), ones(grid, N, 2)
     with torch.set_grad_enabled(dist.get_rank() != 1):
-        return [K @ b, K.solve(b), K.solve(b, shift=1.0), K.logdet(), S @ b, S.solve(b), S.logdet(), S.expm_multiply(b)]
+        return [K @ b, K.solve(b), K.add_diagonal(1.0).solve(b), K.logdet(), S @ b, S.solve(b), S.logdet(), S.expm_multiply(b)]
 
 
 def test_no_grad_on_one_rank(ranks: RankPool) -> None:

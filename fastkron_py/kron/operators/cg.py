@@ -67,6 +67,21 @@ def _dots(a: Tensor, b: Tensor) -> Tensor:
     return product.sum(-2, dtype=torch.float64)
 
 
+class Inner:
+    """Inner products of columns that this process has whole. Ranks of a grid, which have blocks, override the methods."""
+
+    def products(self, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+        """``a^H b`` of the columns of each pair, ``[pairs, *batch, M]``."""
+        return torch.stack([_dots(a, b) for a, b in pairs])
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Values, the largest of all processes'."""
+        return values
+
+
+WHOLE: Final = Inner()
+
+
 def _worst(squares: Tensor, start: Tensor) -> Tensor:
     """The largest relative residual; columns of b that are 0 have none."""
     ratio = torch.where(start > 0, (squares / start).sqrt(), 0.0)
@@ -86,7 +101,7 @@ class _Best(NamedTuple):
 
 
 def conjugate_gradients(
-    apply: Callable[[Tensor], Tensor], precondition: Callable[[Tensor], Tensor], b: Tensor, stop: Stopping
+    apply: Callable[[Tensor], Tensor], precondition: Callable[[Tensor], Tensor], b: Tensor, stop: Stopping, inner: Inner = WHOLE
 ) -> tuple[Tensor, Convergence]:
     """The x of ``A x = b``, each column with step lengths of its own, until the last has converged.
 
@@ -100,6 +115,7 @@ def conjugate_gradients(
         precondition: an approximation of its inverse, Hermitian and positive definite.
         b: ``[*batch, n, M]``.
         stop: when.
+        inner: products of columns; with blocks of b, of all ranks that have them.
 
     Raises:
         ValueError: b is not finite, or A turns out not to be positive definite.
@@ -107,25 +123,26 @@ def conjugate_gradients(
     Warns:
         RuntimeWarning: the tolerance was not reached.
     """
-    start = _dots(b, b)
-    if not bool(start.isfinite().all()):
+    (start,) = inner.products((b, b))
+    residual, broken = inner.largest(torch.stack([_worst(start, start), (~start.isfinite()).any().double()])).tolist()
+    if broken:
         raise value_error("b", "finite numbers", "NaN or an infinity")
     x, r, squares = torch.zeros_like(b), b.clone(), start
     best = _Best(torch.zeros_like(b), start.clone())
-    iterations, residual, before = 0, float(_worst(start, start)), math.inf
+    iterations, before = 0, math.inf
     while residual > stop.tolerance and residual < before / 2 and iterations < stop.max_iterations:
         before = residual
         goal = stop if iterations == 0 else stop._replace(tolerance=stop.tolerance / 4)
-        iterations = _descend(apply, precondition, x, r, start, iterations, goal, best)
+        iterations = _descend(apply, precondition, x, r, start, iterations, goal, best, inner)
         r = b - apply(x)
-        squares = _dots(r, r)
-        residual = float(_worst(squares, start))
+        (squares,) = inner.products((r, r))
+        residual = float(inner.largest(_worst(squares, start)))
     if not residual <= stop.tolerance:
         r = b - apply(best.x)
-        for other, of_other in ((best.x, _dots(r, r)), (torch.zeros_like(b), start)):
+        for other, of_other in ((best.x, inner.products((r, r))[0]), (torch.zeros_like(b), start)):
             is_better = (of_other < squares) | squares.isnan()
             x, squares = torch.where(is_better.unsqueeze(-2), other, x), torch.where(is_better, of_other, squares)
-        residual = float(_worst(squares, start))
+        residual = float(inner.largest(_worst(squares, start)))
         warn(
             f"conjugate gradients: relative residual {residual:.3g} after {iterations} iterations, above the tolerance {stop.tolerance:.3g}"
             "; mask= leaves out points without data, and preconditioner= takes an approximation of the inverse"
@@ -142,27 +159,31 @@ def _descend(
     iterations: int,
     stop: Stopping,
     best: _Best,
+    inner: Inner,
 ) -> int:
     """Iterate from x with residual r, both updated in place, until the recurrence has converged. Returns the number of iterations."""
     z = precondition(r)
-    p, rz = z.clone(), _dots(r, z)
-    residual, squares = math.inf, _dots(r, r)
+    p, residual = z.clone(), math.inf
+    rz, squares = inner.products((r, z), (r, r))
     while residual > stop.tolerance and iterations < stop.max_iterations:
         ap = apply(p)
-        curvature, active = _dots(p, ap), rz > 0
-        if bool((active & ~(curvature > 0)).any()):
-            shown = f"a direction without positive curvature in iteration {iterations + 1}"
-            raise value_error("factors, s", "a positive definite K + diag(s) and preconditioner", shown)
+        (curvature,) = inner.products((p, ap))
+        active = ~(rz <= 0)  # not a number counts
+        broken = (active & ~(curvature > 0)).any()
         step = torch.where(active, rz / curvature, 0.0).unsqueeze(-2).to(x.dtype)
         x.addcmul_(step, p)
         r.addcmul_(step, ap, value=-1)
-        last, squares = squares, _dots(r, r)
+        z = precondition(r)
+        old, last = rz, squares
+        rz, squares = inner.products((r, z), (r, r))
         is_left = (squares > last) & (last < best.squares)
-        residual, any_left = torch.stack([_worst(squares, start), is_left.any().double()]).tolist()
+        found = inner.largest(torch.stack([_worst(squares, start), is_left.any().double(), broken.double()]))
+        residual, any_left, any_broken = found.tolist()
+        if any_broken:
+            shown = f"a direction without positive curvature in iteration {iterations + 1}"
+            raise value_error("factors, s", "a positive definite K + diag(s) and preconditioner", shown)
         if any_left:
             best.keep(is_left, x - step * p, last)
-        z = precondition(r)
-        old, rz = rz, _dots(r, z)
         p = z.addcmul(torch.where(old > 0, rz / old, 0.0).unsqueeze(-2).to(x.dtype), p)
         iterations += 1
         if stop.progress is not None:

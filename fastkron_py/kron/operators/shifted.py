@@ -14,11 +14,12 @@ from torch import Tensor
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra, spectral
-from fastkron_py.kron.operators.cg import Convergence, Stopping, conjugate_gradients
+from fastkron_py.kron.operators.cg import WHOLE, Convergence, Inner, Stopping, conjugate_gradients
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.matrix_function import multiply_by_function, square_root
 from fastkron_py.kron.operators.monomial import monomial
-from fastkron_py.kron.operators.pencil import Basis, check_hermitian, check_positive, combined, eigenbasis, reduced
+from fastkron_py.kron.operators.pencil import WHOLE as WHOLE_BASIS
+from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, check_positive, combined, eigenbasis, reduced
 from fastkron_py.runtime.errors import value_error
 
 EQUAL, KRONECKER, VECTOR = "one number", "a Kronecker product", "a vector"
@@ -105,12 +106,12 @@ def solve_directly(k: Shifted, b: Tensor, basis: Basis) -> Tensor:
     return identities.unpack(x, b.shape[-1])
 
 
-def slogdet(k: Shifted, basis: Basis | None) -> tuple[Tensor, Tensor]:
-    """Sign and log of the absolute value of ``det(K + D)``: by eigenvectors, or of a vector D by the dense matrix."""
+def slogdet(k: Shifted, basis: Basis | None, share: Share = WHOLE_BASIS) -> tuple[Tensor, Tensor]:
+    """Sign and log of the absolute value of ``det(K + D)``: by eigenvectors, a share of them, or of a vector D by the dense matrix."""
     if basis is None:
         found = torch.linalg.slogdet(dense(k))
         return found.sign, found.logabsdet
-    sign, log = spectral.log_abs_det(reduced(algebra.matrices(k.factors), k.masses, "s")[0], k.shift, False, basis)
+    sign, log = spectral.log_abs_det(reduced(algebra.matrices(k.factors), k.masses, "s")[0], k.shift, False, basis, share)
     if k.form == EQUAL:
         count = Columns.of(k.factors).width
         return (
@@ -260,6 +261,7 @@ class IterativeSystem:
         mask: bool ``[*batch, n, 1]`` or None.
         preconditioner: a function of a residual; None takes the constants of a solve, `Preconditioner.tensors`, if there are any.
         note: is told how each solve ended, those of backward passes too.
+        inner: products of columns.
     """
 
     product: spectral.ProductSystem
@@ -267,6 +269,7 @@ class IterativeSystem:
     mask: Tensor | None
     preconditioner: Callable[[Tensor], Tensor] | None
     note: Callable[[Convergence], None]
+    inner: Inner = WHOLE
 
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A x``."""
@@ -287,7 +290,7 @@ class IterativeSystem:
             z = own(r if self.mask is None else torch.where(self.mask, r, 0))
             return z if self.mask is None else torch.where(self.mask, z, r)
 
-        x, found = conjugate_gradients(lambda p: self.apply(p, parameters, False), precondition, b, self.stop)
+        x, found = conjugate_gradients(lambda p: self.apply(p, parameters, False), precondition, b, self.stop, self.inner)
         self.note(found)
         return x
 

@@ -112,7 +112,7 @@ def calls(what, dtype="float64", check="1"):
         if what == "masses":
             KroneckerSum([factor, factor], masses=[factor, odd_factor], grid=grid)
         if what == "shift":
-            KroneckerProduct([factor, factor], grid=grid).solve(x, shift=scalar)
+            KroneckerProduct([factor, factor], grid=grid).add_diagonal(scalar).solve(x)
         if what == "scaled":
             (KroneckerProduct([factor, factor], grid=grid) * scalar) @ x
         if what == "trained":
@@ -121,7 +121,7 @@ def calls(what, dtype="float64", check="1"):
             operator.slogdet()
 
 
-DIFFERENT = {"factors": "factors[1]", "alpha": "alpha", "operator": "factors[1]", "masses": "masses[1]", "shift": "shift"}
+DIFFERENT = {"factors": "factors[1]", "alpha": "alpha", "operator": "factors[1]", "masses": "masses[1]", "shift": "s"}
 DIFFERENT |= {"scaled": "factors[0]", "trained": "factors[1]"}
 
 
@@ -156,9 +156,9 @@ def scalars(what):
         "K * s": lambda: (product * s) @ b,
         "s * K": lambda: ((s * product).mT * 2.0) @ b,
         "K / s, solve": lambda: (product / s).solve(b),
-        "K * s, shift": lambda: (product * s).solve(b, shift=0.5),
-        "K * s, conjugate gradients": lambda: (product * s).conjugate_gradients(b, shift=0.5),
-        "K * s, logdet": lambda: (product * s).logdet(shift=0.5),
+        "K + s I, solve": lambda: product.add_diagonal(s).solve(b),
+        "K + s I, conjugate gradients": lambda: product.add_diagonal(s).solve(b, mask=b[:, 0] > 0),
+        "K * s + I, logdet": lambda: (product * s).add_diagonal(1.0).logdet(),
         "K @ (K * s)": lambda: (product @ (product * s)) @ b,
         "power": lambda: product.matrix_power(int(s)) @ b,
         "expm_multiply": lambda: total.expm_multiply(b, s),
@@ -173,9 +173,8 @@ SCALARS = [
     ("K * s", "* {}"),
     ("s * K", "* 2.0, after [0-9a-f]{{8}}"),
     ("K / s, solve", "/ {}"),
-    ("K * s, shift", "* {}"),
-    ("K * s, conjugate gradients", "* {}"),
-    ("K * s, logdet", "* {}"),
+    ("K + s I, solve", "+ {} I"),
+    ("K + s I, conjugate gradients", "+ {} I"),
     ("K @ (K * s)", "* {}"),
     ("add_diagonal", "+ {} I"),
     ("add_diagonal, solve", "+ {} I"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import time
@@ -215,3 +216,27 @@ def copied():
 
 def test_copies_and_devices_with_an_index(ranks: RankPool) -> None:
     assert all(ranks.run(copied))
+
+
+def closed(private, fails):
+    """A product in a block, and what a product and a second close do after it."""
+    size = dist.get_world_size()
+
+    def product(grid):
+        return kron_matmul(torch.ones(2, 16 // size, device=grid.device), [torch.ones(4, 4, device=grid.device)] * 2, grid=grid)
+
+    other = ProcessGrid((1, size))
+    with contextlib.suppress(KeyError), ProcessGrid((1, size), private=private) as grid:
+        assert (product(grid) == 16).all()
+        if fails:
+            raise KeyError
+    grid.close()
+    with pytest.raises(ValueError, match="grid: expected an open ProcessGrid; got one that has been closed"):
+        product(grid)
+    return bool((product(other) == 16).all())
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_closed_grids(ranks: RankPool, private: bool, fails: bool) -> None:
+    assert all(ranks.run(closed, private, fails))

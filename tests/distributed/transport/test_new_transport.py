@@ -25,14 +25,14 @@ class Mail(Transport):
     label = "by mail"
     slots = 3
 
-    def links(self, links: Links, size: int) -> Links:
+    def links(self, links: Links) -> Links:
         return replace(links, latency=0.0, message=0.0, bandwidth=1e15, pair_bandwidth=1e15, beside=1.0, cpu_exchange=0.0)
 
 
 class SlowMail(Mail):
     """A second for each exchange."""
 
-    def links(self, links: Links, size: int) -> Links:
+    def links(self, links: Links) -> Links:
         return replace(links, latency=1.0)
 
 
@@ -56,7 +56,6 @@ def test_the_planner_chooses_it_by_what_it_costs() -> None:
         assert found.seconds < before.seconds
         assert ", by mail" in str(found)
         assert not found.direct
-        assert not found.messages
         assert plan(PROBLEM, (1, 8), transport="peer memory") == before
         assert plan(PROBLEM, (1, 8), direct=True).direct
         # What it needs beside x, the result and their buffers.
@@ -73,12 +72,8 @@ def test_it_can_be_asked_for() -> None:
         found: Plan = plan(PROBLEM, (1, 8), transport="mail")
         assert found.transport == "mail"
         assert found.seconds > 2.0
-    with pytest.raises(ValueError, match="transport: expected None or one of packed, messages, peer memory; got 'mail'"):
+    with pytest.raises(ValueError, match="transport: expected None or one of packed, peer memory; got 'mail'"):
         plan(PROBLEM, (1, 8), transport="mail")
-    with pytest.raises(ValueError, match="transport: expected one at most; got messages, peer memory"):
-        plan(PROBLEM, (1, 8), direct=True, transport="messages")
-    with pytest.raises(ValueError, match=r'transport: expected another with stages \(2, 2\), or stages="rows"; got messages'):
-        plan(PROBLEM, (1, 8), stages=(2, 2), transport="messages")
     with pytest.raises(ValueError, match="transport: expected another with direct=False; got peer memory"):
         plan(PROBLEM, (1, 8), direct=False, transport="peer memory")
 

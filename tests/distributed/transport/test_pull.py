@@ -23,11 +23,10 @@ from torch import Tensor
 
 from fastkron_py.distributed import whole_rows
 from fastkron_py.distributed.plan.layout import by_rows, chunk_offsets
-from fastkron_py.distributed.plan.schedule import wave
 from fastkron_py.distributed.transport import copies, flags, peer_memory, transfer
 from fastkron_py.distributed.transport.peer_memory import PeerChannel
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
-from fastkron_py.distributed.transport.transfer import RowGroup, Transfer
+from fastkron_py.distributed.transport.transfer import RowGroup, Transfer, wave
 from fastkron_py.distributed.whole_rows import WholeRows
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from fastkron_py.distributed import KroneckerSum, ProcessGrid, kron_matmul
 
 SIZES = ((4, 4), (2, 2), (4, 4))
-PLANS = {"stages": ((2, 1), False), "whole rows": ("rows", False), "messages": ("rows", True)}
+PLANS = {"stages": (2, 1), "whole rows": "rows"}
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
@@ -25,7 +25,6 @@ def views(shape, plan, left, kind):
     """Products of views, and the gradients of losses whose gradients are views."""
     if (grid := grid_for(shape)) is None:
         return None
-    stages, messages = PLANS[plan]
     m, n = 8, 32
     given = [numbers(*s, seed=i) for i, s in enumerate([(n, m) if left else (m, n), *SIZES])]
 
@@ -41,7 +40,7 @@ def views(shape, plan, left, kind):
     own = block(x, grid).clone().requires_grad_()
     view = own.conj() if kind == "conj" else torch._neg_view(own)
     assert view.is_conj() or view.is_neg()
-    options = {"plan": planned(m, SIZES, shape, stages, 1, left, view.dtype, messages)} if shape[0 if left else 1] > 1 else {}
+    options = {"plan": planned(m, SIZES, shape, PLANS[plan], 1, left, view.dtype)} if shape[0 if left else 1] > 1 else {}
     y = multiply(view, factors, left, grid=grid, **options)
     loss = (y * y.conj()).real.sum() + y.conj().imag.sum() if kind == "conj" else (y * torch._neg_view(y)).sum()
     mine = torch.autograd.grad(loss, [own, *leaves[1:]])
@@ -88,8 +87,7 @@ def transformed(what, plan, alone):
     size = dist.get_world_size()
     grid = ProcessGrid((1, size))
     m, n = 8, 32
-    stages, messages = PLANS[plan]
-    chosen = planned(m, SIZES, (1, size), stages, 1, False, messages=messages)
+    chosen = planned(m, SIZES, (1, size), PLANS[plan], 1, False)
     factors = [numbers(*s, seed=i)[0].to(grid.device) for i, s in enumerate(SIZES)]
     x = block(numbers(m, n, seed=5)[0], grid)
 
