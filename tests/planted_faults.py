@@ -107,7 +107,7 @@ FAULTS = [
         "fastkron_py/kron/into.py",
         "[t.resolve_conj().resolve_neg() for t in given]",
         "[t for t in given]",
-        ("tests/kron/test_blocks.py", "tests/kron/test_into.py"),
+        ("tests/kron/test_into.py",),
     ),
     Fault("fastkron_py/runtime/arrays.py", "not array.dtype.isnative or ", "", ("tests/kron/test_arrays.py", "tests/contracts -k order")),
     # The multiply.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from array_cases import draw, wide
 
-from fastkron_py import KroneckerProduct, gekmm, gemkm, kron_matmul, kron_matmul_left, mode_matmul
+from fastkron_py import KroneckerProduct, kron_matmul, mode_matmul
 from fastkron_py.runtime import arrays
 from fastkron_py.testing import assert_close
 
@@ -41,21 +41,6 @@ def problem(rng, dtype):
 
 
 # ---- NumPy -------------------------------------------------------------------------------------------------------------
-
-
-def test_every_verb_returns_numpy(rng):
-    for dtype in DTYPES:
-        x, factors = problem(rng, dtype)
-        left = draw(rng, (10, 3), dtype)
-        check(kron_matmul(x, factors), x, factors)
-        check(kron_matmul(x, tuple(factors)), x, factors)
-        check(gemkm(x, factors), x, factors)
-        check(kron_matmul_left(factors, left), left, factors, left=True)
-        check(gekmm(factors, left), left, factors, left=True)
-        check(kron_matmul(x[0], factors), x[0], factors)
-        z = draw(rng, (7, 10), dtype)
-        y = kron_matmul(x, factors, alpha=0.5, beta=2.0, z=z)
-        assert_close(y, 0.5 * wide(x) @ np.kron(*[wide(f) for f in factors]) + 2.0 * wide(z), steps=3)
 
 
 LAYOUTS = {
@@ -103,18 +88,6 @@ def test_layouts(rng):
         assert np.array_equal(odd_x, x)
 
 
-def test_empty_rows():
-    for shape in [(0, 12), (2, 0, 12)]:
-        y = kron_matmul(np.zeros(shape), [np.zeros(s) for s in SHAPES])
-        assert type(y) is np.ndarray
-        assert y.shape == (*shape[:-1], 10)
-
-
-def test_empty_factors():
-    assert kron_matmul(np.ones((2, 0)), [np.zeros((0, 3)), np.ones((2, 2))]).tolist() == [[0.0] * 6] * 2
-    assert kron_matmul(np.ones((2, 4)), [np.zeros((2, 0)), np.ones((2, 2))]).shape == (2, 0)
-
-
 def test_inputs_are_viewed_not_copied(rng):
     for dtype, layout in itertools.product(DTYPES, ["fortran", "strided", "transposed", "read-only"]):
         a = LAYOUTS[layout](draw(rng, (6, 4), dtype))
@@ -143,19 +116,6 @@ def test_results_share_the_tensors_memory_and_outlive_it():
     assert a.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_a_view_keeps_a_read_only_array_alive():
-    t = arrays.find_bridge([np.zeros(1)], ["x"]).load(read_only(np.arange(1000.0)), "x")
-    gc.collect()
-    assert t.sum() == 499500
-
-
-def test_torch_tensors_and_parameters_pass_untouched():
-    parameter = torch.nn.Parameter(torch.ones(2, 2))
-    bridge = arrays.find_bridge([parameter, torch.ones(1)], ["x", "y"])
-    assert bridge.load(parameter, "x") is parameter
-    assert bridge.give_back(parameter) is parameter
-
-
 def test_subclasses_mean_something_and_are_refused(recwarn):
     for a in (np.matrix(np.eye(4)), np.ma.masked_array(np.eye(4), mask=np.eye(4) > 0), np.eye(4).view(np.recarray)):
         with pytest.raises(TypeError, match=r"factors\[0\]: expected a plain numpy.ndarray; got numpy\."):
@@ -179,12 +139,6 @@ def test_numpy_scalars_are_numbers(rng):
         assert_close(kron_matmul(torch.from_numpy(x), tensors, alpha=two, beta=half, z=torch.from_numpy(z)), expected)
     c, factors = problem(rng, "complex64")
     assert_close(kron_matmul(c, factors, alpha=np.complex64(1 + 2j)), (1 + 2j) * wide(c) @ np.kron(*[wide(f) for f in factors]))
-
-
-def test_autocast_is_a_matter_of_tensors(rng):
-    x, factors = problem(rng, "float32")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        check(kron_matmul(x, factors), x, factors)
 
 
 def test_operator_on_numpy(rng):
@@ -241,9 +195,14 @@ def test_other_libraries_are_refused():
 
 
 def test_tensors_need_no_adapter():
-    """A call with tensors imports neither array-api-compat nor CuPy."""
-    code = "import sys, torch, fastkron_py; fastkron_py.kron_matmul(torch.ones(2, 4), [torch.ones(2, 2)] * 2); "
-    code += "assert not {'array_api_compat', 'cupy', 'jax', 'dask', 'triton', 'fastkron_py.testing'} & set(sys.modules)"
+    """A call with tensors imports neither array-api-compat nor CuPy; backward passes of operators do not import the compiler."""
+    code = """
+import sys, torch, fastkron_py
+fastkron_py.kron_matmul(torch.ones(2, 4), [torch.ones(2, 2)] * 2)
+s = fastkron_py.KroneckerSum([torch.eye(3).requires_grad_()] * 2)
+(s.solve(torch.ones(9)).sum() + s.logdet()).backward()
+assert not {'array_api_compat', 'cupy', 'jax', 'dask', 'triton', 'fastkron_py.testing', 'torch._dynamo'} & set(sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

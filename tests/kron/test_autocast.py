@@ -8,8 +8,6 @@ from shapes_list import assert_near, assert_same, call, expected, power, problem
 
 from fastkron_py import kron_matmul
 
-SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def half(request: pytest.FixtureRequest) -> torch.dtype:
@@ -43,16 +41,6 @@ def test_double_and_complex_are_left_alone(half: torch.dtype, device: torch.devi
             y = kron_matmul(x, factors)
         assert y.dtype == dtype
         assert_near(y, expected(x, factors))
-
-
-def test_disabled_and_nested(half: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
-    with torch.autocast(device.type, half):
-        with torch.autocast(device.type, enabled=False):
-            y = kron_matmul(x, factors)
-        assert kron_matmul(x, factors).dtype == half
-    assert y.dtype == torch.float32
-    assert_same(y, kron_matmul(x, factors))
 
 
 def test_double_backward_inside(half: torch.dtype, backend_name: str, device: torch.device) -> None:

@@ -1,38 +1,104 @@
-"""Calls like one that was made before: repeated right, and never where anything that they depend on has changed."""
+"""Calls like one that was made before, and their gradients: repeated right, and never where what they depend on has changed.
+
+What keeps a call from being taken for another is proved for any operator in tests/runtime/test_cache.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import logging
-import threading
+import weakref
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import pytest
 import torch
 from cache_spy import CacheSpy, without_guards
-from modes import Functions, Operators
 from shapes_list import assert_near, call, expected
 from torch import Tensor
-from torch.func import jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import fastkron_py
-from fastkron_py import kron_matmul
-from fastkron_py.runtime import call_cache, torch_internals
+from fastkron_py import kron_matmul, reference
+from fastkron_py.kron import torch_steps
+from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.call_cache import CACHE
 
 
-def draw(device: torch.device, left: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
-    x = torch.randn((12, 5) if left else (5, 12), dtype=dtype, device=device)
-    return x, [torch.randn(3, 3, dtype=dtype, device=device), torch.randn(4, 4, dtype=dtype, device=device)]
+def took(spy: CacheSpy) -> tuple[int, int]:
+    """The counts (multiplies, backward passes) since the last time."""
+    counts = spy.take()
+    return counts.get("kron_matmul", 0), counts.get("kron_matmul_backward", 0)
+
+
+SERVED = (1, 1)
+
+
+def draw(device: torch.device, *, left: bool = False, dtype: torch.dtype = torch.float32, needs: str = "x12") -> list[Tensor]:
+    """[x, F1, F2]; those named require gradients."""
+    shapes = [(12, 5) if left else (5, 12), (3, 2), (4, 3)]
+    if left:
+        shapes[1:] = [(2, 3), (3, 4)]
+    tensors = [torch.randn(s, dtype=dtype, device=device) for s in shapes]
+    return [t.requires_grad_(name in needs) for t, name in zip(tensors, "x12", strict=True)]
+
+
+def multiply(tensors: list[Tensor], left: bool = False, **options: Any) -> Tensor:
+    return call(left)(tensors[0], tensors[1:], **options)
+
+
+def product(tensors: list[Tensor], left: bool = False) -> Tensor:
+    """The reference's, which derives."""
+    x, *factors = tensors
+    if not left:
+        return reference.kron_matmul(x, factors)
+    turned = reference.kron_matmul(x if x.ndim == 1 else x.mT, [f.mT for f in factors])
+    return turned if turned.ndim == 1 else turned.mT
+
+
+def wanted(tensors: list[Tensor], dy: Tensor, left: bool = False, alpha: float = 1.0) -> list[Tensor | None]:
+    """Gradients in float64, of the tensors that require one."""
+    wide = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+    (alpha * product(wide, left)).backward(dy.detach().double())
+    return [t.grad for t in wide]
+
+
+def assert_gradients(tensors: list[Tensor], dy: Tensor, left: bool = False, alpha: float = 1.0) -> None:
+    """The tensors' ``.grad`` are right, contiguous and their own."""
+    for t, want in zip(tensors, wanted(tensors, dy, left, alpha), strict=True):
+        assert (t.grad is None) == (want is None)
+        if want is not None and t.grad is not None:
+            assert t.grad.shape == t.shape
+            assert t.grad.is_contiguous()
+            assert t.grad._base is None
+            assert_near(t.grad, want, scale=4)  # sums over rows of products with the other factors
+
+
+def check(tensors: list[Tensor], left: bool = False, make: Callable[[Tensor], Tensor] = torch.randn_like, alpha: float = 1.0) -> None:
+    """Make a call and its backward pass, from an incoming gradient that is made for the result."""
+    y = multiply(tensors, left, alpha=alpha)
+    dy = make(y.detach())
+    y.backward(dy)
+    assert_gradients(tensors, dy, left, alpha)
+
+
+def warm(device: torch.device, spy: CacheSpy, **options: Any) -> None:
+    """Make a first call and its backward pass, after which calls like it are served."""
+    check(draw(device, **options), options.get("left", False))
+    assert took(spy) == (0, 0)
+
+
+# ---- without gradients
 
 
 def test_the_second_call_is_served(backend_name: str, spy: CacheSpy, device: torch.device) -> None:
     for dtype, alpha, left in itertools.product([torch.float32, torch.bfloat16, torch.float64], [1.0, -2.5], (False, True)):
         spy.take()
         for i in range(3):
-            x, factors = draw(device, left, dtype)  # other numbers each time
+            x, *factors = draw(device, left=left, dtype=dtype, needs="")  # other numbers each time
             with fastkron_py.backend(backend_name):
                 y = call(left)(x, factors, alpha=alpha)
             assert spy.served["kron_matmul"] == i
@@ -41,12 +107,12 @@ def test_the_second_call_is_served(backend_name: str, spy: CacheSpy, device: tor
 
 def test_added_tensors(backend_name: str, spy: CacheSpy, device: torch.device) -> None:
     """z of any shape, the scalars others each time; 0 and 1 are programs of their own, and with 0 z is not read."""
-    for shape in [(), (1,), (12,), (5, 1), (5, 12)]:
+    for shape in [(), (1,), (6,), (5, 1), (5, 6)]:
         CACHE.forget()
         spy.take()
         with fastkron_py.backend(backend_name):
             for beta, count in ((-0.7, 0), (2.5, 1), (1.0, 1), (1.0, 2), (0.0, 2), (0.0, 3), (-0.7, 4)):
-                x, factors = draw(device)
+                x, *factors = draw(device, needs="")
                 z = torch.randn(shape, device=device) if beta else torch.full(shape, torch.nan, device=device)
                 y = kron_matmul(x, factors, alpha=beta + 3, beta=beta, z=z)
                 product = expected(x, factors, alpha=beta + 3)
@@ -54,101 +120,9 @@ def test_added_tensors(backend_name: str, spy: CacheSpy, device: torch.device) -
                 assert spy.served["kron_matmul"] == count
 
 
-def test_other_ranks(spy: CacheSpy, device: torch.device) -> None:
-    for (x_shape, factor_shapes), left in itertools.product(
-        [
-            ((12,), [(3, 2), (4, 5)]),
-            ((2, 5, 12), [(3, 2), (4, 5)]),
-            ((2, 5, 12), [(2, 3, 2), (2, 4, 5)]),
-            ((5, 12), [(2, 1, 3, 2), (4, 5)]),
-            ((5, 128), [(2, 2)] * 7),
-        ],
-        (False, True),
-    ):
-        spy.take()
-        if left:
-            x_shape = x_shape if len(x_shape) == 1 else (*x_shape[:-2], x_shape[-1], x_shape[-2])
-            factor_shapes = [(*s[:-2], s[-1], s[-2]) for s in factor_shapes]
-        for _ in range(3):
-            x, factors = torch.randn(x_shape, device=device), [torch.randn(s, device=device) for s in factor_shapes]
-            y = call(left)(x, factors)
-            wanted = expected(x, factors, left=left)
-            assert y.shape == wanted.shape
-            assert y.is_contiguous()
-            assert_near(y, wanted)
-        assert spy.served["kron_matmul"] == 2
-
-
-@pytest.mark.parametrize(
-    "change", ["same factor twice", "transposed factors", "strided x", "x with strided rows", "offset x", "tuple", "Parameter"]
-)
-def test_operands_of_the_same_shapes(change: str, spy: CacheSpy, device: torch.device) -> None:
-    x, factors = torch.randn(5, 16, device=device), [torch.randn(4, 4, device=device) for _ in range(2)]
-    kron_matmul(x, factors)
-    given: Any = factors
-    if change == "same factor twice":
-        given = factors = [factors[0]] * 2
-    elif change == "transposed factors":
-        given = factors = [f.mT for f in factors]
-    elif change == "strided x":
-        x = torch.randn(16, 5, device=device).mT
-    elif change == "x with strided rows":
-        x = torch.randn(5, 32, device=device)[:, :16]
-    elif change == "offset x":
-        x = torch.randn(5 * 16 + 1, device=device)[1:].view(5, 16)  # passes the guards, but is not aligned
-    elif change == "tuple":
-        given = tuple(factors)
-    else:
-        given = [torch.nn.Parameter(f, requires_grad=False) for f in factors]
-    for _ in range(3):
-        assert_near(kron_matmul(x, given), expected(x, factors))
-    assert spy.served["kron_matmul"] == {"tuple": 3, "offset x": 3}.get(change, 2)
-
-
-def test_a_gradient_is_recorded_whenever_it_is_wanted(spy: CacheSpy, device: torch.device) -> None:
-    x, factors = draw(device)
-    kron_matmul(x, factors)
-    factors[1].requires_grad_()
-    y = kron_matmul(x, factors)
-    assert y.requires_grad
-    y.sum().backward()
-    assert factors[1].grad is not None
-    for _ in range(3):
-        with torch.no_grad():
-            assert not kron_matmul(x, factors).requires_grad
-        assert kron_matmul(x, factors).requires_grad
-    assert spy.served["kron_matmul"] == 5  # of each kind all but the first
-
-
-def test_the_result_can_be_changed_in_place_later(spy: CacheSpy, device: torch.device) -> None:
-    x, factors = draw(device)
-    weight = torch.randn(5, 12, device=device, requires_grad=True)
-    for _ in range(2):
-        with torch.no_grad():
-            y = kron_matmul(x, factors)
-        y.mul_(weight)
-        y.sum().backward()
-    assert spy.served["kron_matmul"] == 1
-    assert_near(weight.grad, 2 * expected(x, factors))
-
-
-def test_autocast(spy: CacheSpy, device: torch.device) -> None:
-    x, factors = draw(device)
-    kron_matmul(x, factors)
-    wanted = expected(x.bfloat16(), [f.bfloat16() for f in factors])
-    for served in (0, 1):  # of operands that were cast: the operator has an entry, the verb none
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            y = kron_matmul(x, factors)
-        assert y.dtype == torch.bfloat16
-        assert_near(y, wanted)
-        assert spy.served["kron_matmul"] == served
-    assert kron_matmul(x, factors).dtype == torch.float32
-    assert spy.served["kron_matmul"] == 2
-
-
 def test_another_dtype_of_autocast(spy: CacheSpy, device: torch.device) -> None:
     """Guards tell of autocast, not of its dtype, in which operands may be already."""
-    x, factors = draw(device, dtype=torch.bfloat16)
+    x, *factors = draw(device, dtype=torch.bfloat16, needs="")
     for half in (torch.bfloat16, torch.bfloat16, torch.float16):
         with torch.autocast(device.type, dtype=half):
             y = kron_matmul(x, factors)
@@ -156,141 +130,12 @@ def test_another_dtype_of_autocast(spy: CacheSpy, device: torch.device) -> None:
         assert_near(y, expected(x.to(half), [f.to(half) for f in factors]))
 
 
-def test_inference_mode(spy: CacheSpy, device: torch.device) -> None:
-    x, factors = draw(device)
-    for _ in range(3):
-        assert not kron_matmul(x, factors).is_inference()
-        with torch.inference_mode():
-            y = kron_matmul(x, factors)
-            assert y.is_inference()
-            assert_near(y, expected(x, factors))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in forward mode
-def test_transforms(spy: CacheSpy, device: torch.device) -> None:
-    x, factors = draw(device)
-    wanted = expected(x, factors)
-    for _ in range(2):
-        kron_matmul(x, factors)
-    batch = torch.randn(3, 5, 12, device=device)
-    assert_near(vmap(lambda t: kron_matmul(t, factors))(batch), expected(batch, factors))
-    # Of tensors that are not mapped: still a transform is in force.
-    rows = vmap(lambda t: kron_matmul(x, factors) + t)(torch.zeros(3, 5, 12, device=device))
-    assert_near(rows, wanted.expand(3, 5, 12))
-    tangent = torch.randn(5, 12, device=device)
-    y, dy = jvp(lambda t: kron_matmul(t, factors), (x,), (tangent,))
-    assert_near(y, wanted)
-    assert_near(dy, expected(tangent, factors))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, tangent)
-        dy = torch.autograd.forward_ad.unpack_dual(kron_matmul(dual, factors)).tangent
-    assert_near(dy, expected(tangent, factors))
-    assert spy.served["kron_matmul"] == 1
-
-
 class _Subclass(Tensor):
     pass
 
 
-def test_modes_and_subclasses_see_the_call(spy: CacheSpy, device: torch.device) -> None:
-    x, factors = draw(device)
-    for _ in range(2):
-        kron_matmul(x, factors)
-    with Functions() as functions:
-        kron_matmul(x, factors)
-    assert functions.seen > 0
-    with Operators() as operators:
-        kron_matmul(x, factors)
-    assert "fastkron.kron_matmul.default" in operators.names
-    assert type(kron_matmul(x.as_subclass(_Subclass), factors)) is _Subclass
-    assert kron_matmul(x.to("meta"), [f.to("meta") for f in factors]).is_meta
-    assert spy.served["kron_matmul"] == 1
-
-
-def test_settings_between_calls(spy: CacheSpy, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    x, factors = draw(device)
-    for _ in range(2):
-        kron_matmul(x, factors)
-    assert spy.served["kron_matmul"] == 1
-    with fastkron_py.backend("torch"):
-        for served in (1, 2):
-            kron_matmul(x, factors)
-            assert spy.served["kron_matmul"] == served
-    torch.set_float32_matmul_precision("high")
-    try:
-        for served in (2, 3):
-            kron_matmul(x, factors)
-            assert spy.served["kron_matmul"] == served
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    for served in (3, 4):
-        kron_matmul(x, factors, precision="high")
-        assert spy.served["kron_matmul"] == served
-    with caplog.at_level(logging.DEBUG, logger="fastkron_py"):
-        kron_matmul(x, factors)
-    assert "backend triton" in caplog.text
-    assert spy.served["kron_matmul"] == 4
-    CACHE.forget()
-    kron_matmul(x, factors)
-    assert spy.served["kron_matmul"] == 4
-
-
-def test_wrong_arguments_are_refused_as_before(spy: CacheSpy, device: torch.device) -> None:
-    x, factors = draw(device)
-    for _ in range(2):
-        kron_matmul(x, factors)
-    wrong: dict[str, Callable[[], Any]] = {
-        "alpha: expected a finite number; got nan": lambda: kron_matmul(x, factors, alpha=float("nan")),
-        "precision: expected None or one of highest, high, medium; got 'low'": lambda: kron_matmul(x, factors, precision="low"),
-        "precision: expected None or one of highest, high, medium; got list": lambda: kron_matmul(x, factors, precision=["high"]),  # type: ignore[arg-type]
-        "z: expected a tensor that broadcasts to the result (5, 12), since beta is not 0; got None": lambda: kron_matmul(
-            x, factors, beta=1.0
-        ),
-        "factors[1]: expected a torch tensor, like x; got None": lambda: kron_matmul(x, [factors[0], None]),  # type: ignore[list-item]
-        "factors[0]: expected x's dtype torch.float32; got torch.float64": lambda: kron_matmul(x, [factors[0].double(), factors[1]]),
-    }
-    for message, bad in wrong.items():
-        with pytest.raises((TypeError, ValueError)) as error:
-            bad()
-        assert str(error.value) == message
-    assert spy.served["kron_matmul"] == 1
-
-
-def test_bounded(spy: CacheSpy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "MOST_KEYS", 3)
-    monkeypatch.setattr(call_cache, "MOST_ENTRIES", 2)
-    factors = [torch.randn(2, 2, device=device)]
-    for rows in range(1, 8):
-        kron_matmul(torch.randn(rows, 2, device=device), factors)
-        assert len(CACHE._calls) <= 3
-        assert len(CACHE._programs) <= 3
-    for stride in range(2, 8):
-        x = torch.randn(3, stride, device=device)[:, :2]
-        assert_near(kron_matmul(x, factors), expected(x, factors))
-    assert all(len(entries) <= 2 for entries in CACHE._calls.values())
-
-
-def test_threads(spy: CacheSpy, device: torch.device) -> None:
-    """A thread of its own sees its own modes: entries are shared, what is in force is not."""
-    x, factors = draw(device)
-    kron_matmul(x, factors)
-    found: list[Any] = []
-
-    def work() -> None:
-        with fastkron_py.backend("triton"):
-            found.append(kron_matmul(x, factors))
-            with torch.autocast(device.type, dtype=torch.bfloat16):
-                found.append(kron_matmul(x, factors))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert_near(found[0], expected(x, factors))
-    assert found[1].dtype == torch.bfloat16
-
-
 def test_without_torchs_guards(spy: CacheSpy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, factors = draw(device)
+    x, *factors = draw(device, needs="")
     with without_guards(monkeypatch):
         for _ in range(2):
             assert_near(kron_matmul(x, factors), expected(x, factors))
@@ -313,3 +158,299 @@ def test_torchs_guards_compare_what_they_should(enabled: bool, device: torch.dev
         assert not check(None)
         with torch.autocast(device.type):
             assert not check(t)
+
+
+# ---- with gradients
+
+
+def test_the_second_backward_pass_is_served(spy: CacheSpy, device: torch.device) -> None:
+    for dtype, alpha, left in itertools.product([torch.float32, torch.bfloat16, torch.float64], [1.0, -2.5], (False, True)):
+        for counts in ((0, 0), SERVED, SERVED):
+            check(draw(device, left=left, dtype=dtype), left, alpha=alpha)
+            assert took(spy) == counts
+
+
+def test_alpha_may_change(spy: CacheSpy, device: torch.device) -> None:
+    """One program for all but 1 and, backward, 0."""
+    for i, alpha in enumerate((3.0, 2.0, -0.5, 1e-3, 7.0, 0.0, 0.0)):
+        check(draw(device), alpha=alpha)
+        assert took(spy) == {0: (0, 0), 5: (1, 0)}.get(i, SERVED)
+
+
+def test_needs_are_told_apart(spy: CacheSpy, device: torch.device) -> None:
+    for _ in range(3):
+        for needs in ("x", "12", "x12", ""):
+            tensors = draw(device, needs=needs)
+            if needs:
+                check(tensors)
+            else:
+                assert not multiply(tensors).requires_grad
+    assert took(spy) == (8, 6)
+
+
+SHAPES = {
+    "vector": ((12,), [(3, 2), (4, 5)]),
+    "one factor": ((5, 3), [(3, 2)]),
+    "batch of x": ((2, 5, 12), [(3, 2), (4, 5)]),
+    "batches": ((2, 5, 12), [(2, 3, 2), (2, 4, 5)]),
+    "many factors": ((3, 64), [(2, 2)] * 6),
+    "three groups": ((2, 16 * 16 * 4), [(16, 16), (16, 3), (4, 9)]),
+    "wide": ((3, 70 * 3), [(70, 66), (3, 2)]),
+}
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "one by one"])
+def test_other_shapes(pooled: bool, spy: CacheSpy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not pooled:  # as where buffers are large
+        monkeypatch.setattr(Builder, "__init__", partialmethod(Builder.__init__, shared=0))
+    for (x_shape, factor_shapes), left in itertools.product(SHAPES.values(), (False, True)):
+        if left:
+            x_shape = x_shape if len(x_shape) == 1 else (*x_shape[:-2], x_shape[-1], x_shape[-2])
+            factor_shapes = [(*s[:-2], s[-1], s[-2]) for s in factor_shapes]
+        for _ in range(3):
+            check([torch.randn(s, device=device, requires_grad=True) for s in (x_shape, *factor_shapes)], left)
+        assert took(spy) == (2, 2)
+
+
+def test_broadcast_batches(spy: CacheSpy, device: torch.device) -> None:
+    """Gradients are sums over dimensions that were broadcast, which torch calls: steps of the program too."""
+    for left in (False, True):
+        shapes = [(12, 5), (2, 1, 2, 3), (3, 3, 4)] if left else [(5, 12), (2, 1, 3, 2), (3, 4, 3)]
+        for _ in range(3):
+            check([torch.randn(s, device=device, requires_grad=True) for s in shapes], left)
+        assert took(spy) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "change", ["same factor twice", "transposed factors", "strided x", "x with strided rows", "offset x", "overlapping", "Parameter"]
+)
+def test_operands_of_the_same_shapes(change: str, spy: CacheSpy, device: torch.device) -> None:
+    def ordinary() -> list[Tensor]:
+        return [torch.randn(s, device=device, requires_grad=True) for s in ((5, 16), (4, 4), (4, 4))]
+
+    for _ in range(2):
+        multiply(ordinary()).sum().backward()
+    assert took(spy) == SERVED
+    for _ in range(3):
+        tensors = ordinary()
+        given = list(tensors)
+        if change == "same factor twice":
+            given[2] = given[1]
+        elif change == "transposed factors":
+            given[1:] = [f.mT for f in given[1:]]
+        elif change == "strided x":
+            given[0] = torch.randn(16, 5, device=device, requires_grad=True).mT
+        elif change == "x with strided rows":
+            given[0] = torch.randn(5, 32, device=device, requires_grad=True)[:, :16]
+        elif change == "offset x":
+            given[0] = torch.randn(5 * 16 + 1, device=device, requires_grad=True)[1:].view(5, 16)
+        elif change == "overlapping":
+            base = torch.randn(2, 4, 4, device=device, requires_grad=True)
+            given[0], given[1] = base.view(2, 16)[:1].expand(5, 16), base[0]  # both begin at one address
+        else:
+            given[1:] = [torch.nn.Parameter(f.detach()) for f in given[1:]]
+        y = multiply(given)
+        dy = torch.randn_like(y)
+        distinct = list({id(t): t for t in given}.values())
+        got = dict(zip(map(id, distinct), torch.autograd.grad(y, distinct, dy), strict=True))
+        wide = {id(t): t.detach().double().requires_grad_() for t in distinct}
+        x64, *fs64 = [wide[id(t)] for t in given]
+        want = torch.autograd.grad(reference.kron_matmul(x64, fs64), list(wide.values()), dy.double())
+        for t, w in zip(distinct, want, strict=True):
+            assert_near(got[id(t)], w)
+    forward, backward = took(spy)
+    assert forward == (3 if change == "offset x" else 2)
+    assert backward >= 2
+
+
+DYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda y: torch.randn((), device=y.device).expand(y.shape),
+    "rows expanded": lambda y: torch.randn(y.shape[1], device=y.device).expand(y.shape),
+    "transposed": lambda y: torch.randn(y.shape[::-1], device=y.device).mT,
+    "rows of a larger one": lambda y: torch.randn(y.shape[0], 2 * y.shape[1], device=y.device)[:, : y.shape[1]],
+    "every other column": lambda y: torch.randn(y.shape[0], 2 * y.shape[1], device=y.device)[:, ::2],
+    "unaligned": lambda y: torch.randn(y.numel() + 1, device=y.device)[1:].view(y.shape),
+    "negated lazily": lambda y: torch._neg_view(torch.randn_like(y)),
+}
+
+
+@pytest.mark.parametrize("kind", DYS)
+def test_incoming_gradients_of_any_layout(kind: str, spy: CacheSpy, device: torch.device) -> None:
+    for left in (False, True):
+        warm(device, spy, left=left)
+        for _ in range(3):
+            check(draw(device, left=left), left, DYS[kind])
+        assert took(spy) == (3, {"unaligned": 3, "negated lazily": 0}.get(kind, 2))
+
+
+def test_a_tensor_changed_in_place_is_refused(spy: CacheSpy, device: torch.device) -> None:
+    warm(device, spy)
+    for which in range(3):
+        tensors = draw(device)
+        y = multiply(tensors)
+        with torch.no_grad():
+            tensors[which].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    assert took(spy) == (3, 0)
+
+
+def test_a_graph_used_twice(spy: CacheSpy, device: torch.device) -> None:
+    warm(device, spy)
+    tensors = draw(device)
+    y = multiply(tensors)
+    dy = torch.randn_like(y)
+    first = torch.autograd.grad(y, tensors, dy, retain_graph=True)
+    again = torch.autograd.grad(y, tensors, dy)
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(first, again, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y, tensors, dy)
+    assert took(spy) == (1, 2)
+
+
+def test_hooks(spy: CacheSpy, device: torch.device) -> None:
+    warm(device, spy)
+    tensors = draw(device)
+    seen: list[Tensor] = []
+    tensors[1].register_hook(lambda g: g * 2)
+    y = multiply(tensors)
+    y.register_hook(lambda g: seen.append(g))
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(lambda grads: (grads[0] * 3,))
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    want = wanted(tensors, 3 * dy)
+    assert torch.equal(seen[0], dy)
+    for t, w, scale in zip(tensors, want, (1, 2, 1), strict=True):
+        assert w is not None
+        assert_near(t.grad, scale * w)
+    assert took(spy) == SERVED
+
+
+def test_saved_tensors_hooks(spy: CacheSpy, device: torch.device) -> None:
+    packed: list[torch.Size] = []
+    for unpack in [lambda t: t.clone(), lambda t: t.mT.contiguous().mT, lambda t: t.double().to(t.dtype).detach(), lambda t: t[:]]:
+        CACHE.forget()
+        warm(device, spy)
+        packed.clear()
+        for _ in range(3):
+            tensors = draw(device)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.detach(), unpack):
+                y = multiply(tensors)
+            dy = torch.randn_like(y)
+            y.backward(dy)
+            assert_gradients(tensors, dy)
+        assert packed == [t.shape for t in draw(device)] * 3
+        assert took(spy)[0] == 3
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(use_reentrant: bool, spy: CacheSpy, device: torch.device) -> None:
+    """The first run is not served and its repetition is: both save the same."""
+    for _ in range(4):
+        tensors = draw(device)
+        y = checkpoint(lambda *ts: multiply(list(ts)).sin(), *tensors, use_reentrant=use_reentrant)
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        assert_gradients(tensors, dy * reference.kron_matmul(tensors[0].double(), [f.double() for f in tensors[1:]]).cos())
+    assert took(spy)[1] >= 2
+
+
+def test_second_derivatives_through_a_checkpoint(spy: CacheSpy, device: torch.device) -> None:
+    """Which lets a backward pass read what was saved once, and no more."""
+
+    def found(function: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        y = function(*tensors)
+        first = torch.autograd.grad(y.sin().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum((g.square().sum() for g in first), y.new_zeros(())), tensors)
+
+    for _ in range(2):
+        tensors = draw(device, dtype=torch.float64)
+        got = found(lambda *ts: checkpoint(lambda *ts: multiply(list(ts)), *ts, use_reentrant=False), tensors)
+        want = found(lambda *ts: product(list(ts)), tensors)
+        for g, w in zip(got, want, strict=True):
+            assert_near(g, w, scale=20)  # sums of products of four rounded factors
+    assert took(spy)[1] >= 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in forward mode
+def test_forward_mode(spy: CacheSpy, device: torch.device) -> None:
+    warm(device, spy)
+    tensors = draw(device)
+    tangent = torch.randn(5, 12, device=device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors[0], tangent)
+        got = torch.autograd.forward_ad.unpack_dual(kron_matmul(dual, tensors[1:])).tangent
+        # A graph from outside, derived backwards while a level is in force.
+    assert_near(got, reference.kron_matmul(tangent.double(), [f.detach().double() for f in tensors[1:]]))
+    y = multiply(tensors)
+    dy = torch.randn_like(y)
+    with torch.autograd.forward_ad.dual_level():
+        y.backward(dy)
+    assert_gradients(tensors, dy)
+    assert took(spy) == (1, 0)
+
+
+def test_settings_between_forward_and_backward(spy: CacheSpy, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    warm(device, spy)
+    tensors = draw(device)
+    y = multiply(tensors)
+    dy = torch.randn_like(y)
+    torch.set_float32_matmul_precision("high")
+    try:
+        y.backward(dy)
+        assert took(spy) == (1, 0)  # of another precision: a program of its own
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    for t, want in zip(tensors, wanted(tensors, dy), strict=True):  # in TF32 on a GPU: eleven bits, in two products one after the other
+        assert t.grad is not None
+        assert want is not None
+        assert (t.grad.double() - want.double()).norm() < 3e-3 * want.double().norm()
+    tensors = draw(device)
+    y = multiply(tensors)
+    with fastkron_py.backend("torch"):  # the backward pass is the forward's backend's
+        y.backward(dy)
+    assert_gradients(tensors, dy)
+    assert took(spy)[0] == 1
+    tensors = draw(device)
+    y = multiply(tensors)
+    with caplog.at_level(logging.DEBUG, logger="fastkron_py"):
+        y.backward(dy)
+    assert "backend triton" in caplog.text
+    assert_gradients(tensors, dy)
+    assert took(spy) == (1, 0)
+
+
+def test_torchs_backend_is_served_too(spy: CacheSpy, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Where its products are not so small that autograd records them."""
+    monkeypatch.setattr(torch_steps, "is_small", lambda problem: False)
+    with fastkron_py.backend("torch"):
+        for _ in range(3):
+            check(draw(device))
+    assert took(spy) == (2, 2)
+
+
+def test_added_tensors_and_scalars_with_gradients(spy: CacheSpy, device: torch.device) -> None:
+    warm(device, spy)
+    for _ in range(2):
+        tensors, z = draw(device), torch.randn(6, device=device, requires_grad=True)
+        alpha, beta = (torch.tensor(v, device=device, requires_grad=True) for v in (2.0, -3.0))
+        y = multiply(tensors, alpha=alpha, beta=beta, z=z)
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        assert_gradients(tensors, dy, alpha=2.0)
+        assert_near(z.grad, -3.0 * dy.double().sum(0))
+        assert_near(beta.grad, (dy.double() * z.detach().double()).sum())
+        product = reference.kron_matmul(tensors[0].detach().double(), [f.detach().double() for f in tensors[1:]])
+        assert_near(alpha.grad, (dy.double() * product).sum())
+    assert took(spy) == (1, 2)  # the operator's calls, without the scalars
+
+
+def test_nothing_is_kept_alive(spy: CacheSpy, device: torch.device) -> None:
+    warm(device, spy)
+    tensors = draw(device)
+    y = multiply(tensors)
+    y.backward(torch.randn_like(y))
+    alive = [weakref.ref(t) for t in (y, *tensors, *(t.grad for t in tensors))]
+    del tensors, y
+    assert all(ref() is None for ref in alive)

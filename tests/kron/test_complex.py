@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from canonical_cases import backward_program, in_double, multiply_program, watch_kernels
+from canonical_cases import backward_program, in_double, multiply_program
 from torch import Tensor
 
 import fastkron_py
@@ -60,15 +60,6 @@ def test_two_qubit_gates_that_grow_and_shrink(device: torch.device) -> None:
         assert_close(mode_matmul(state, gates), by_einsum(state, gates), steps=3)
 
 
-def test_a_lone_gate_takes_no_tensor_cores(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    taken = watch_kernels(monkeypatch)
-    state = drawn(torch.complex64, device, 8, 2, 8)
-    with fastkron_py.backend("triton"):
-        mode_matmul(state, {1: drawn(torch.complex64, device, 2, 2)})
-        mode_matmul(state, {1: drawn(torch.complex64, device, 2, 2), 2: drawn(torch.complex64, device, 8, 8)})
-    assert taken == ["_narrow_multiply_fwd_kernel", "_sliced_multiply_fwd_kernel"]
-
-
 @DTYPES
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_conjugate_views(left: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -104,21 +95,3 @@ def test_a_backward_pass_copies_nothing(device: torch.device) -> None:
             step for step in (*multiply_program(x, factors)._steps, *backward_program(x, x, factors)._steps) if step.results is not None
         ]
         assert not calls or max(sizes) > 32  # torch multiplies wide factors
-
-
-def test_backward_takes_the_fast_path(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Conjugate views would go through torch's dispatcher, which copies them."""
-    from fastkron_py.kron import operator
-
-    seen = []
-    gradients = operator.CALLS.gradients
-
-    def noted(dy: Tensor, x: Tensor, factors: list[Tensor], *rest: object) -> list[Tensor]:
-        seen.append(any(t.is_conj() for t in (dy, x, *factors)))
-        return gradients(dy, x, factors, *rest)
-
-    monkeypatch.setattr(operator, "CALLS", operator.CALLS._replace(gradients=noted))
-    x, f = drawn(torch.complex64, device, 5, 4).requires_grad_(), drawn(torch.complex64, device, 4, 4).requires_grad_()
-    with fastkron_py.backend("triton"):
-        kron_matmul(x, [f]).abs().sum().backward()
-    assert seen == [False]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
@@ -30,7 +28,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_products(shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    for dtype, is_transposed in itertools.product([torch.bfloat16, torch.float16], [False, True]):
+    for dtype, is_transposed in ((torch.bfloat16, False), (torch.float16, True)):
         monkeypatch.setattr(planner, "best_algorithm", _algorithm)
         names = watch_kernels(monkeypatch)
         torch.manual_seed(0)

@@ -68,15 +68,6 @@ def test_values(sizes: Sizes, backend_name: str, device: torch.device) -> None:
                 assert_close(y * 1.1, wanted, steps=4)
 
 
-def test_complex_numbers(device: torch.device) -> None:
-    for sizes in [(2, (2, 4), 3), ((2, 4), 3, (5, 2)), (6,)]:
-        factors = drawn(sizes, torch.complex64, device)
-        matrix = dense(factors).to(device, torch.complex128)
-        x = torch.randn(3, matrix.shape[0], device=device, dtype=torch.complex64)
-        y = kron_matmul(x.conj(), factors, alpha=2j, beta=1j, z=x[:, :1])
-        assert_close(y, 2j * x.conj().to(torch.complex128) @ matrix + 1j * x[:, :1].to(torch.complex128))
-
-
 def test_vectors_and_strided_operands(device: torch.device) -> None:
     for sizes, left in itertools.product([(2, (2, 4), 3), ((2, 4), 3, (5, 2)), (6,)], [False, True]):
         factors = drawn(sizes, torch.float64, device)
@@ -119,53 +110,18 @@ def test_gradients_of_both_orders(sizes: Sizes, left: bool) -> None:
     assert torch.autograd.gradgradcheck(function, (x, z, alpha, *tensors), fast_mode=True)
 
 
-def test_gradients_of_each_backend(backend_name: str, device: torch.device) -> None:
-    for sizes in [(2, (2, 3), 3), ((2, 3), 2, (3, 2))]:
-        factors = drawn(sizes, torch.float32, device)
-        tensors = [f.requires_grad_() for f in factors if isinstance(f, torch.Tensor)]
-        matrix = dense(factors)
-        x = torch.randn(4, matrix.shape[0], device=device, requires_grad=True)
-        dy = torch.randn(4, matrix.shape[1], device=device)
-        found = torch.autograd.grad(kron_matmul(x, factors), (x, *tensors), dy)
-        wanted = torch.autograd.grad(x.double() @ matrix, (x, *tensors), dy.double())
-        for gradient, reference in zip(found, wanted, strict=True):
-            assert_close(gradient, reference.double())
-
-
-def test_transforms() -> None:
-    f, g = torch.randn(6, 2, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-    x = torch.randn(6, 5, 24, dtype=torch.float64)
-
-    def function(x: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-        return kron_matmul(x, [f, 3, g])
-
-    each = torch.stack([x[i] @ dense([f[i], 3, g]) for i in range(6)])
-    assert_close(torch.vmap(function)(x, f), each)
-    assert_close(torch.vmap(function, (None, 0))(x[0], f), torch.stack([x[0] @ dense([m, 3, g]) for m in f]))
-    forward = torch.func.jacfwd(function, 1)(x[0], f[0])
-    assert_close(forward, torch.func.jacrev(function, 1)(x[0], f[0]))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_whole(dynamic: bool) -> None:
+def test_compiled_whole() -> None:
+    """Sizes of identities may be symbols."""
     f, g = torch.randn(2, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
 
     def function(x: torch.Tensor, n: int, z: torch.Tensor) -> torch.Tensor:
         return kron_matmul(x, [n, f, n, g], alpha=2.0, beta=0.5, z=z)
 
     torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (3, 5):
         x, z = torch.randn(5, n * 2 * n * 4, dtype=torch.float64), torch.randn(n * n * 6, dtype=torch.float64)
         assert_close(compiled(x, n, z), 2 * (x @ dense([n, f, n, g])) + 0.5 * z)
-
-
-def test_autocast(device: torch.device) -> None:
-    x, f = torch.randn(5, 48, device=device), torch.randn(4, 4, device=device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert kron_matmul(x, [6, f, 2]).dtype == torch.bfloat16
-        assert kron_matmul(x, [48]).dtype == torch.bfloat16
-        assert_close(kron_matmul(x, [6, f, 2]), x.bfloat16().double() @ dense([6, f.bfloat16(), 2]), steps=2)
 
 
 def test_arrays_and_other_integers() -> None:

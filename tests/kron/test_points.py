@@ -93,14 +93,6 @@ def test_points_that_are_not_kept_are_not_read(columns: tuple[int, ...], backend
     assert torch.equal(scattered(x[::3], points, dim), x.nan_to_num(0.0))
 
 
-def test_nothing(backend_name: str, device: torch.device) -> None:
-    points = Points.of(torch.tensor([3, 1], device=device), 5)
-    assert gathered(torch.ones(0, 5, device=device), points, -1).shape == (0, 2)
-    assert scattered(torch.ones(4, 2, 0, device=device), points, -2).shape == (4, 5, 0)
-    x = torch.ones(3, device=device)
-    assert gathered(x, None, -1) is x
-
-
 @pytest.mark.parametrize("held", HELD)
 def test_tables(held: str) -> None:
     """A byte for each point where most are kept; the control fails."""
@@ -157,24 +149,6 @@ def test_opcheck(spread: bool, backend_name: str, device: torch.device) -> None:
     torch.library.opcheck(take_points.registered, (x, points.index, list(points.tables), spread, -2, backend_name))
     turned = x.detach().mT.contiguous().mT
     torch.library.opcheck(take_points.registered, (turned, points.index, list(points.tables), spread, -2, backend_name))
-
-
-def test_compiled(device: torch.device) -> None:
-    points, x = small(device)
-    x.requires_grad_()
-
-    def function(x: Tensor) -> Tensor:
-        return scattered(gathered(x, points, -2) ** 2, points, -2)
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), function(x))
-    assert torch.equal(*[torch.autograd.grad(f(x).sum(), x)[0] for f in (compiled, function)])
-
-
-def test_meta_tensors(backend_name: str) -> None:
-    points, x = small(torch.device("cpu"))
-    assert gathered(x.to("meta"), points.to(torch.device("meta")), -2).shape == (2, 3, 3)
-    assert points.to(torch.device("cpu")) is points
 
 
 def test_large_reaches_take_wide_offsets() -> None:

@@ -204,16 +204,6 @@ def test_shapes_and_strides(backend_name: str, device: torch.device) -> None:
         assert empty.scales.shape == (*rows, 1)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compile_and_vmap(device: torch.device) -> None:
-    x, factors, wanted = problem(SHAPES["small"], torch.float32, device, (2, 3))
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: kron_quantize(x, factors, "int4"), fullgraph=True, backend="aot_eager")
-    assert_nearest(compiled(x), wanted, torch.float32, "int4")
-    mapped = torch.vmap(lambda x: tuple(kron_quantize(x, factors, torch.int8)), in_dims=1, out_dims=1)(x)
-    assert_nearest(Quantized(*mapped), wanted, torch.float32, torch.int8)
-
-
 def test_half_types_take_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """And others two; the same numbers come from both, but for the rounding of what lies between them."""
     x, factors, wanted = problem(SHAPES["a launch"], torch.bfloat16, device)
@@ -259,8 +249,3 @@ def test_refusals() -> None:
         arguments: dict[str, Any] = {"x": torch.zeros(3, 12), "factors": [torch.zeros(3, 4), torch.zeros(4, 5)], "dtype": torch.int8}
         with pytest.raises(error, match=re.escape(message)):
             kron_quantize(**arguments | given)
-
-
-def test_the_formats_are_torch_s() -> None:
-    assert set(quantize.STORED) == set(quantize.LARGEST)
-    assert torch.finfo(torch.float8_e4m3fn).max == 448

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
-from planning import planned
 
 from fastkron_py.kron.families import slice_pair, whole_row
 from fastkron_py.kron.families.slice_pair import matrices_of, shared_memory, slice_pair_config, tiling, turns_of
@@ -117,45 +116,6 @@ def test_an_infinity_of_a_factor_stays_in_its_place(ps: tuple[int, ...], dtype: 
         factor.copy_(finite)
 
 
-@pytest.mark.parametrize(
-    ("ps", "count"),
-    [
-        ((64, 64), 1),
-        ((112, 128), 1),
-        ((86, 128), 1),
-        ((8, 8, 8, 8), 1),
-        ((64, 64, 64), 2),
-        ((8,) * 5, 1),
-        ((32,) * 3, 2),
-        ((16, 100), 1),
-        ((128, 16), 1),
-        ((172, 64), 1),
-        ((256, 128), 1),
-        ((128, 2, 128), 1),
-        ((8, 8, 2, 2, 8, 8), 1),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("half", DTYPES, ids=str)
-def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: torch.dtype) -> None:
-    launches = planned(ps, rows=4096, dtype=half)
-    assert len(launches) == count
-    assert any(launch.family == "slice_pair" for launch in launches)
-
-
-@pytest.mark.parametrize(("ps", "rows", "is_taken"), [((98, 167), 2, False), ((98, 167), 200, True), ((96, 160), 2, True)], ids=str)
-def test_few_slices_do_not_wait_for_odd_wide_factors(ps: tuple[int, ...], rows: int, is_taken: bool) -> None:
-    """Rows of 167 elements are loaded one element at a time, before the first slice."""
-    launches = planned(ps, rows=rows, dtype=torch.bfloat16)
-    assert any(launch.family == "slice_pair" for launch in launches) is is_taken
-
-
-@pytest.mark.parametrize("ps", [(300, 64), (200, 32), (200, 200), (2, 300), (64, 7), (7, 64)], ids=str)
-@pytest.mark.parametrize("half", DTYPES, ids=str)
-def test_what_it_does_not_take(ps: tuple[int, ...], half: torch.dtype) -> None:
-    assert not any(launch.family == "slice_pair" for launch in planned(ps, rows=4096, dtype=half))
-
-
 PAIRS = [
     (33, 32),
     (32, 64),
@@ -182,47 +142,9 @@ def test_shared_memory_suffices(shape: tuple[int, ...], epilogue: StoreEpilogue)
     assert_fits(tuple([Step(i, i + 1, p, p) for i, p in enumerate(shape)]), epilogue)
 
 
-@pytest.mark.parametrize("epilogue", [PLAIN, AXPBY, TO_FLOAT8, TO_INTEGERS], ids=lambda epilogue: epilogue.name)
-@pytest.mark.parametrize(("ps", "qs"), [((60, 100), (140, 100)), ((100, 64), (200, 128)), ((33, 65), (129, 33))], ids=str)
-def test_sums_behind_a_wide_first_step_stay_in_registers(ps: tuple[int, ...], qs: tuple[int, ...], epilogue: StoreEpilogue) -> None:
-    assert_fits(tuple([Step(i, i + 1, p, q) for i, (p, q) in enumerate(zip(ps, qs, strict=True))]), epilogue)
-
-
-@pytest.mark.parametrize("shape", TRIPLES, ids=str)
-def test_z_takes_no_stage_of_several_matrices(shape: tuple[int, ...]) -> None:
-    """It is loaded after the last of them, so nothing of it is ahead."""
-    steps = [Step(i, i + 1, p, p) for i, p in enumerate(shape)]
-    assert slice_pair_config(steps, True, "", HOPPER) == slice_pair_config(steps, False, "", HOPPER)
-
-
 def assert_fits(steps: tuple[Step, ...], epilogue: StoreEpilogue) -> None:
     """Shared memory has the programs of a multiprocessor, and a thread's registers its sums."""
     config, tiles = slice_pair_config(steps, epilogue.needs_z, epilogue.rounds_to, HOPPER), tiling(steps)
     adds = epilogue.needs_z and len(steps) == 2
     assert shared_memory(tiles, config.stages, adds) * config.programs_per_sm <= HOPPER.shared_memory
     assert matrices_of(steps) // turns_of(steps) * tiles.sums // (32 * config.num_warps) <= 128
-
-
-def test_tiles_waste_as_little_as_they_can() -> None:
-    """86 columns come as 64 and 32, and the factor with 64 or 128 columns is on the left, whichever it is."""
-
-    def of(p: int, q: int) -> Any:
-        return tiling((Step(0, 1, p, p), Step(1, 2, q, q)))
-
-    assert (of(86, 128).transposed, of(128, 86).transposed) == (True, False)
-    assert of(86, 128).pads == of(128, 86).pads == (128, 128)
-    assert of(86, 128).p_parts == of(128, 86).q_parts == ((0, 64), (64, 32))
-    assert (of(172, 64).pads, of(172, 64).p) == ((64, 64), 192)
-    assert (of(20, 100).transposed, of(20, 100).p_parts) == (False, ((0, 128),))
-
-
-def test_two_programs_round_to_integers_where_registers_suffice() -> None:
-    def of(p: int, q: int, rounds_to: str) -> tuple[int, int, int]:
-        config = slice_pair_config((Step(0, 1, p, p), Step(1, 2, q, q)), False, rounds_to, HOPPER)
-        return config.num_warps, config.stages, config.programs_per_sm
-
-    assert of(86, 128, "integers") == (4, 2, 2)
-    assert of(86, 128, "float8") == of(86, 128, "") == (8, 3, 1)
-    assert of(112, 128, "integers")[0] == 8  # too many sums
-    assert of(86, 126, "integers")[0] == 8  # rows of x come by way of registers
-    assert of(172, 64, "integers") == of(172, 64, "float8") == (4, 1, 2)

@@ -16,8 +16,6 @@ from fastkron_py.kron.scaled import kron_scaled, multiply_scaled
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
 
-SCALED = torch.ops.fastkron.kron_scaled.default
-
 
 def _scaled(y: Tensor, z: Tensor, divides: bool) -> Tensor:
     return y / z if divides else y * z
@@ -103,23 +101,6 @@ def test_gradients(dtype: torch.dtype, divides: bool, device: torch.device) -> N
         assert torch.autograd.gradgradcheck(function, given, fast_mode=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-def test_gradients_by_triton(dtype: torch.dtype, device: torch.device) -> None:
-    """Of x, z and the factors: those of the dense formula."""
-    for divides in [False, True]:
-        x, z = torch.randn(2, 6, 2, dtype=dtype, device=device), _divisor(2, 6, dtype=dtype).to(device)
-        leaves = [x, z, *[torch.randn(*shape, dtype=dtype, device=device) for shape in ((2, 2), (2, 3, 3))]]
-        for t in leaves:
-            t.requires_grad_()
-        dy = torch.randn_like(x)
-        with fastkron_py.backend("triton"):
-            found = torch.autograd.grad(multiply_scaled(leaves[2:], leaves[0], leaves[1], divides=divides), leaves, dy)
-        x, z, first, second = leaves
-        product = torch.einsum("ij,bkl->bikjl", first, second).reshape(2, 6, 6) @ x
-        for gradient, wanted in zip(found, torch.autograd.grad(_scaled(product, z[..., None], divides), leaves, dy), strict=True):
-            assert_close(gradient, wanted, steps=4)
-
-
 def test_transforms_and_graphs() -> None:
     x, z = torch.randn(4, 6, 2, dtype=torch.float64), _divisor(4, 6)
     factors = [torch.randn(4, 2, 2, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)]
@@ -138,20 +119,6 @@ def test_transforms_and_graphs() -> None:
         torch.compiler.reset()
         compiled: Any = torch.compile(function, fullgraph=True, backend="aot_eager")
         assert_close(compiled(x[0], z[0], factors[0][0]), wanted)
-
-
-def test_opcheck(backend_name: str, device: torch.device) -> None:
-    x, z = torch.randn(3, 6, dtype=torch.float64, device=device), _divisor(6).to(device)
-    factors = [torch.randn(p, p, dtype=torch.float64, device=device) for p in (2, 3)]
-    for t in (x, z, *factors):
-        t.requires_grad_()
-    torch.library.opcheck(SCALED, (x, factors, z, True, None, backend_name, False))
-
-
-def test_nothing(backend_name: str, device: torch.device) -> None:
-    factors = [torch.randn(2, 2, device=device), torch.randn(3, 3, device=device)]
-    y = kron_scaled(torch.randn(0, 6, device=device), factors, torch.ones(6, device=device), True, None, backend_name, False)
-    assert y.shape == (0, 6)
 
 
 def test_a_wrong_scale_would_show(device: torch.device) -> None:

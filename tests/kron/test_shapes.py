@@ -14,7 +14,7 @@ batches = st.lists(st.sampled_from([0, 1, 2, 3]), max_size=3).map(tuple)
 sizes = st.integers(0, 4)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(batches, max_size=4))
 def test_batches_broadcast_as_torch_does(drawn):
     try:
@@ -26,7 +26,7 @@ def test_batches_broadcast_as_torch_does(drawn):
         assert broadcast_batch(drawn, "x") == expected
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(batches, sizes, st.lists(st.tuples(batches, sizes, sizes), min_size=1, max_size=3), st.booleans(), st.booleans())
 def test_result_shape_is_that_of_matmul_on_meta_tensors(batch, m, factors, left, vector):
     matrices = [(*b, p, q) for b, p, q in factors]

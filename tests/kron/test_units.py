@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from canonical_cases import DTYPES, dense, in_double, multiply, problem, rounding_steps
+from canonical_cases import dense, in_double, multiply, problem, rounding_steps
 
 import fastkron_py
 from fastkron_py import reference
@@ -27,7 +27,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_units_take_no_pass_over_x(device, shape, monkeypatch):
     taken: list[list[int]] = []
-    for dtype in DTYPES:
+    for dtype in (torch.float32, torch.float16, torch.complex64):
         torch.manual_seed(0)
         x, factors = problem(dtype, device, *shape)
         wanted = dense(x, factors)

@@ -6,10 +6,8 @@ rounding and narrow for mistakes. Conjugate gradients are asked for residuals of
 
 import copy
 import pickle
-import warnings
 
 import numpy as np
-import pages
 import pytest
 import torch
 from kronecker_cases import SQUARE, hermitian, near, near_by_elements, random_factors
@@ -68,30 +66,6 @@ def test_against_the_dense_matrix(form, dtype, device):
         near(torch.matmul(x, a), x @ dense)
         near(a.solve(x, **EXACT), torch.linalg.solve(dense, x.expand(*batch, n)[..., None])[..., 0])
         assert (a.convergence is not None) == form.startswith("vector")
-
-
-def test_factors_that_are_not_symmetric(dtype, device):
-    for form in FORMS[:5]:
-        factors = random_factors([(3, 3), (2, 4, 4)], dtype, device)
-        s, diagonal = drawn_diagonal(form, factors)
-        a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag_embed(diagonal)
-        b = torch.randn(12, 2, dtype=dtype, device=device)
-        near(a.solve(b), torch.linalg.solve(dense, b.expand(2, 12, 2)))
-        near(a.logdet(), torch.logdet(dense))
-
-
-def test_drawn_sizes(seed, device):
-    """Sizes, forms and columns drawn from the test's seed."""
-    generator = np.random.default_rng(seed)
-    for _ in range(10):
-        sizes, columns = generator.integers(1, 5, int(generator.integers(1, 5))).tolist(), int(generator.integers(0, 4))
-        factors = hermitian(random_factors([(p, p) for p in sizes], torch.float64, device, dominant=False))
-        s, diagonal = drawn_diagonal(str(generator.choice(FORMS)), factors)
-        a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag(diagonal)
-        b = torch.randn(len(diagonal), columns, dtype=torch.float64, device=device)
-        near(a @ b, dense @ b)
-        near(a.solve(b, **EXACT), torch.linalg.solve(dense, b))
-        near(a.logdet(), torch.logdet(dense))
 
 
 def test_equal_shifts_have_eigenvectors(dtype, device):
@@ -413,36 +387,7 @@ def test_gradients(name, form, dtype):
             assert torch.autograd.gradgradcheck(function, (x, *factors, *s), fast_mode=True)
 
 
-def test_third_derivatives_of_solve():
-    f = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
-    s = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    b = torch.ones(4, dtype=torch.float64)
-    found = KroneckerProduct([f, f]).add_diagonal(s).solve(b).sum()
-    expected = (torch.linalg.inv(torch.kron(f, f) + s * torch.eye(4, dtype=torch.float64)) @ b).sum()
-    for _ in range(3):
-        (found,), (expected,) = (torch.autograd.grad(t, s, create_graph=True) for t in (found, expected))
-        near(found, expected)
-
-
-def test_a_wrong_shift_would_show(device):
-    """The negative control: a shift that is off by one part in a thousand."""
-    factors = hermitian(random_factors([(3, 3), (4, 4)], torch.float64, device, dominant=False))
-    b = torch.randn(12, 2, dtype=torch.float64, device=device)
-    dense = kron_dense(factors) + 0.7 * torch.eye(12, device=device)
-    with pytest.raises(AssertionError, match="is not close"):
-        near(KroneckerProduct(factors).add_diagonal(0.7007).solve(b), torch.linalg.solve(dense, b))
-
-
-def test_transforms():
-    factors = hermitian(random_factors([(2, 2), (3, 3)], torch.float64, "cpu", dominant=False))
-    k, b, s = KroneckerProduct(factors), torch.randn(6, dtype=torch.float64), torch.rand(6, dtype=torch.float64) + 1
-    near(torch.func.jacrev(k.add_diagonal(s).solve)(b), torch.linalg.inv(k.to_dense() + torch.diag(s)))
-
-    def likelihood(s):
-        return sum(k.add_diagonal(s).inv_quad_logdet(b))
-
-    for shift in (torch.tensor(0.5, dtype=torch.float64), s):
-        near(torch.func.grad(likelihood)(shift), torch.autograd.functional.jacobian(likelihood, shift))
+# ---- arrays, copies, bad input -------------------------------------------------------------------------------------------------------
 
 
 def test_empty_factors(device):
@@ -452,9 +397,6 @@ def test_empty_factors(device):
             assert (a @ b).shape == a.solve(b).shape == (0, 2)
             assert a.logdet() == 0
             assert a.sample((3,)).shape == (3, 0)
-
-
-# ---- arrays, copies, bad input -------------------------------------------------------------------------------------------------------
 
 
 def test_numpy_arrays():
@@ -514,14 +456,6 @@ def test_autocast_leaves_what_is_solved_alone(device):
         assert torch.equal(got, want)
 
 
-def test_functions_of_torch_that_it_does_not_have_are_refused():
-    a = KroneckerProduct([torch.eye(2)] * 2).add_diagonal(1.0)
-    assert torch.logdet(a) == torch.logdet(a.to_dense())
-    for function in (torch.linalg.cholesky, torch.exp, lambda a: torch.ones(4, 4) + a, lambda a: torch.ones(4) * a):
-        with pytest.raises(TypeError):
-            function(a)
-
-
 def test_large_products_are_never_built(device):
     """2**18 points: the residuals of a direct solve and of an iterative one, and a determinant by its eigenvalues."""
     k, noise = grid((64, 64, 64), device)
@@ -531,15 +465,3 @@ def test_large_products_are_never_built(device):
     near(a.logdet(), (k.eigvalsh() + 0.1).log().sum())
     a = k.add_diagonal(noise)
     near(a @ a.solve(b, tolerance=1e-12), b)  # single elements err by 20 times the mean
-
-
-def test_direct_solves_warn_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        KroneckerProduct([torch.eye(2)] * 2).add_diagonal(1.0).solve(torch.ones(4), tolerance=0)
-
-
-def test_the_page_of_the_operators_runs():
-    names = {}
-    for block in pages.text("guides/operators.md").split("```python\n")[1:]:
-        exec(block.split("```")[0], names)

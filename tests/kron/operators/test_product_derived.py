@@ -42,7 +42,7 @@ def test_gradients(name, dtype):
     def function(x: Tensor, *factors: Tensor) -> Tensor | tuple[Tensor, ...]:
         return GRADCHECKED[name](KroneckerProduct(factors), x)
 
-    assert torch.autograd.gradcheck(function, (x, *factors), fast_mode=False)
+    assert torch.autograd.gradcheck(function, (x, *factors), fast_mode=True)
     assert torch.autograd.gradgradcheck(function, (x, *factors), fast_mode=True)
 
 
@@ -141,38 +141,23 @@ def test_parameters_stay_parameters_and_get_gradients(device):
 # ---- compilation -------------------------------------------------------------------------------------------------------
 
 
-COMPILED = {
-    "K @ x": lambda k, x: k() @ x,
-    "x @ K": lambda k, x: x @ k(),
-    "matmul(K, x)": lambda k, x: torch.matmul(k(), x),
-    "matmul(x, K)": lambda k, x: torch.matmul(x, k()),
-    "matmul(K, K)": lambda k, x: torch.matmul(k(), k().mT) @ x,
-    "s * K": lambda k, x: (x[0, 0] * k()) @ x,
-    "K * s": lambda k, x: (k() * x[0, 0]) @ x,
-    "K / s": lambda k, x: (k() / x[0, 0]) @ x,
-    "-K": lambda k, x: (-k() * 2) @ x,
-    "mH": lambda k, x: k().mH @ x,
-    "solve": lambda k, x: k().solve(x),
-    "linalg.solve": lambda k, x: torch.linalg.solve(k(), x),
-    "logdet": lambda k, x: k().logdet() + x,
-    "eigh": lambda k, x: k().eigh().eigenvectors @ x,
-    "to_dense": lambda k, x: k().to_dense() @ x,
-}
-
-
 @pytest.mark.parametrize("inside", [True, False], ids=["made inside", "made outside"])
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiles_without_graph_breaks(name, inside):
+def test_compiles_without_graph_breaks(inside):
     """Square operators and square x, so that no shape tells K @ x from x @ K: only the values do."""
     factors = [f + f.mT for f in random_factors([(2, 2), (3, 3)], torch.float64, "cpu")]
-    k = KroneckerProduct(factors)
+    outside = KroneckerProduct(factors)
     x = torch.randn(6, 6, dtype=torch.float64)
 
     def function(x, factors):
-        return COMPILED[name]((lambda: KroneckerProduct(factors)) if inside else (lambda: k), x)
+        k = KroneckerProduct(factors) if inside else outside
+        products = k @ x, x @ k, torch.matmul(k, x), torch.matmul(x, k), torch.matmul(k, k.mT) @ x, k.mH @ x
+        scaled = (x[0, 0] * k) @ x, (k * x[0, 0]) @ x, (k / x[0, 0]) @ x, (-k * 2) @ x
+        return *products, *scaled, k.solve(x), torch.linalg.solve(k, x), k.logdet() + x, k.eigh().eigenvectors @ x, k.to_dense() @ x
 
     torch.compiler.reset()
-    near(torch.compile(function, fullgraph=True, backend="aot_eager")(x, factors), function(x, factors))
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(x, factors)
+    for got, want in zip(found, function(x, factors), strict=True):
+        near(got, want)
 
 
 def test_the_verbs_take_a_parameter_list():

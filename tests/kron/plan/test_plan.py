@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 
-import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning import DTYPES, planned
 
 from fastkron_py.kron.families.tile import CHAIN_WIDTH, chain_configs, chain_shared_memory, is_chain, single_configs, single_shared_memory
-from fastkron_py.kron.plan.steps import Launch, Step, padded
+from fastkron_py.kron.plan.steps import Launch, Step
 from fastkron_py.kron.planner import MERGE_WIDTH
 from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 
@@ -45,37 +43,6 @@ def test_shrinking_launches_run_first():
     assert [launch.start for launch in launches] == [0, 1]
     launches = planned((10, 100), (100, 10), 10**6, families=PLAIN)
     assert [launch.start for launch in launches] == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("ps", "widths"),
-    [
-        ((2,) * 10, {16, 64}),  # neighbours multiplied out to what a tensor core takes
-        ((8,) * 6, {64}),
-        ((64, 64, 64), {64}),
-        ((16,) * 4, {16}),  # multiplied out, 16 x 16 would be beyond MERGE_WIDTH
-    ],
-)
-def test_merged_widths_of_large_problems(ps, widths):
-    launches = planned(ps, rows=4096, families=PLAIN)
-    assert {step.p for launch in launches for step in launch.steps} == widths
-
-
-def test_a_small_problem_takes_one_launch():
-    assert len(planned((8, 8, 8), rows=20, families=PLAIN)) == 1
-    assert len(planned((8, 8, 8, 8), rows=1, families=PLAIN)) == 1
-
-
-def test_gates_of_a_circuit_take_few_launches():
-    """Those of 24 qubits: nine at a time, three to a step."""
-    launches = planned((2,) * 24, rows=1, dtype=torch.complex64, families=PLAIN)
-    assert len(launches) == 3
-    assert {step.p for launch in launches for step in launch.steps} <= {4, 8, 16}
-
-
-@pytest.mark.parametrize(("size", "expected"), [(1, 16), (16, 16), (17, 32), (64, 64), (127, 128)])
-def test_padded(size, expected):
-    assert padded(size) == expected
 
 
 @given(

@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import pytest
 import torch
-from planning import planned
 
 from fastkron_py.kron import forward
 from fastkron_py.kron.families.whole_row import Layouts, layouts, shared_memory, sizes_of, whole_row_config
@@ -30,7 +29,6 @@ SQUARE = [(32, 8, 32), (16, 8, 16), (64, 8, 32), (64, 8, 16), (32, 8, 64), (16, 
 SQUARE += [(64, 16, 32), (64, 32, 32), (16, 16, 64), (32, 16, 64)]
 ROWS = [*THREE, *[tuple((p, p) for p in ps) for ps in SQUARE], ((16, 16),) * 4, ((16, 32), (16, 16), (16, 16), (16, 16))]
 BANKS = 8  # vectors of 16 bytes that are read at once
-HALF = 2
 
 
 def _steps(shapes: tuple[tuple[int, int], ...]) -> list[Step]:
@@ -150,19 +148,6 @@ def test_a_row_is_multiplied(shapes: tuple[tuple[int, int], ...]) -> None:
 
 
 @pytest.mark.parametrize("shapes", ROWS, ids=str)
-def test_parts_and_slices_swap_nothing(shapes: tuple[tuple[int, int], ...]) -> None:
-    """Bits that tell them apart add a constant to each offset, as Triton asks of a part of a layout."""
-    steps = _steps(shapes)
-    found, config = _layouts(shapes), whole_row_config(steps)
-    pa, _, pb, pm, *_ = sizes_of(steps)
-    parts = pa * pb * pm // (config.matrices * max(16, pm))
-    for bases, count, dim in ((found.t_by_rows, parts, 0), (found.t_for_b, found.slices_b, 1), (found.t_for_a, found.slices, 1)):
-        size = 1 << max((base[dim].bit_length() for base in bases), default=0)
-        for base in bases:
-            assert base[dim] < size // count or base == tuple([base[dim] if i == dim else 0 for i in (0, 1)])
-
-
-@pytest.mark.parametrize("shapes", ROWS, ids=str)
 def test_a_result_covers_its_slice(shapes: tuple[tuple[int, int], ...]) -> None:
     """Registers, lanes and warps have one element each, and a lane's first registers are neighbours of one vector."""
     _, qa, pb, _, qm, _, qc = sizes_of(_steps(shapes))
@@ -180,50 +165,6 @@ def test_shared_memory_suffices(shapes: tuple[tuple[int, int], ...]) -> None:
     steps = _steps(shapes)
     config = whole_row_config(steps)
     assert config.programs_per_sm * (shared_memory(steps, config) + 1024) <= HOPPER.shared_memory + 1024
-
-
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("ps", "launches"),
-    [
-        ((32,) * 3, 1),
-        ((16,) * 4, 1),
-        ((4,) * 8, 1),
-        ((3, 32, 32, 32), 2),
-        ((16,) * 5, 2),
-        ((32,) * 4, 2),
-        ((32, 16, 16), 1),
-        ((64, 16, 16), 1),
-        ((32, 8, 32), 1),
-        ((16, 16, 64), 1),
-    ],
-    ids=str,
-)
-def test_the_plan_takes_it(ps: tuple[int, ...], launches: int, half: torch.dtype) -> None:
-    found = planned(ps, dtype=half, whole_rows=True)
-    assert len(found) == launches
-    assert "whole_row" in [launch.family for launch in found]
-
-
-@pytest.mark.parametrize("ps", [(64, 64), (8,) * 5, (31, 32, 32), (300, 16, 16), (32, 32), (64,) * 3], ids=str)
-def test_what_it_does_not_take(ps: tuple[int, ...]) -> None:
-    found = planned(ps, dtype=torch.bfloat16, whole_rows=True)
-    assert "whole_row" not in [launch.family for launch in found]
-
-
-@pytest.mark.parametrize("ps", [(16,) * 4, (32,) * 3], ids=str)
-def test_few_rows_take_more_programs(ps: tuple[int, ...]) -> None:
-    """A row is one multiprocessor's: a few rows are cut into tiles that occupy all of them."""
-    few, many = [planned(ps, rows=rows, dtype=torch.bfloat16, whole_rows=True) for rows in (2, 200)]
-    assert "whole_row" not in [launch.family for launch in few]
-    assert [launch.family for launch in many] == ["whole_row"]
-
-
-@pytest.mark.parametrize(("columns", "whole_rows"), [(1, False), (3, True)])
-def test_rows_that_are_not_copied_whole(columns: int, whole_rows: bool) -> None:
-    """Unaligned ones, and those of the left form."""
-    found = planned((32,) * 3, columns=columns, dtype=torch.bfloat16, whole_rows=whole_rows)
-    assert "whole_row" not in [launch.family for launch in found]
 
 
 @pytest.mark.parametrize(("offset", "columns", "whole_rows"), [(0, 1, True), (8, 1, True), (1, 1, False), (0, 2, False)])
