@@ -6,16 +6,14 @@ Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from typing import Any
 
 import torch
 from compile_for_gpus import problems
-from compile_for_h100 import H100, choose_algorithm
+from compile_for_h100 import H100, choose_algorithm, compile_only
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver, jit
+from triton.runtime import driver
 
 # Each kernel and dtype that the architecture takes, about once.
 BFLOAT16 = (
@@ -50,15 +48,8 @@ def main() -> None:
     name = sys.argv[1]
     driver.set_active(Target(name))
     torch.version.hip = "7.0"
-    launch = jit.JITFunction.run
     current = ""
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled = launch(self, *args, grid=grid, warmup=True, **options)
-        line = {"problem": current, "kernel": self.__name__, "shared": compiled.metadata.shared}
-        print(json.dumps({**line, **resources(compiled.asm["amdgcn"])}), flush=True)
-
-    jit.JITFunction.run = compile_only
+    compile_only(lambda kernel, compiled, options: {"problem": current, **resources(compiled.asm["amdgcn"])})
     from fastkron_py.runtime import backend
     from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.gpu import AMD

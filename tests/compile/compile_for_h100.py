@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -104,6 +105,22 @@ class H100:
         return 0
 
 
+def compile_only(describe: Callable[[str, Any, dict[str, Any]], dict[str, Any]]) -> None:
+    """From now on a launch compiles its kernel, and prints a line of JSON for it.
+
+    Args:
+        describe: what is said of a kernel beside its name and shared memory, of its name, what was compiled and the launch's options.
+    """
+    launch = jit.JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        line = {"kernel": self.__name__, "shared": compiled.metadata.shared, **describe(self.__name__, compiled, options)}
+        print(json.dumps(line), flush=True)
+
+    jit.JITFunction.run = run
+
+
 @cache
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers and stack bytes of a thread; a stack is what was spilled."""
@@ -162,23 +179,15 @@ def take_points(dtype: torch.dtype, shape: tuple[int, ...], dim: int) -> None:
 
 def main() -> None:
     driver.set_active(H100())
-    launch = jit.JITFunction.run
     variants: dict[str, list[str]] = json.loads(sys.argv[1])
     problem = what = ""
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled = launch(self, *args, grid=grid, warmup=True, **options)
-        line = {
-            "problem": problem,
-            "what": what,
-            "kernel": self.__name__,
-            "shared": compiled.metadata.shared,
-            **resources(compiled.asm["cubin"]),
-            "unguarded": unguarded_stores(compiled.asm["cubin"]) if "chained" in self.__name__ else 0,
-        }
-        print(json.dumps(line), flush=True)
+    def describe(kernel: str, compiled: Any, options: dict[str, Any]) -> dict[str, Any]:
+        cubin = compiled.asm["cubin"]
+        unguarded = unguarded_stores(cubin) if "chained" in kernel else 0
+        return {"problem": problem, "what": what, **resources(cubin), "unguarded": unguarded}
 
-    jit.JITFunction.run = compile_only
+    compile_only(describe)
     from fastkron_py.kron import quantize
     from fastkron_py.kron.quantize import LARGEST
     from fastkron_py.runtime import backend

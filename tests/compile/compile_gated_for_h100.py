@@ -5,7 +5,6 @@ Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from compile_for_h100 import H100, resources
-from triton.runtime import driver, jit
+from compile_for_h100 import H100, compile_only, resources
+from triton.runtime import driver
 
 # name: (rows, hidden, in, activation, layout, dtype, precision, descriptors)
 PROBLEMS: dict[str, tuple[int, int, int, str, str, torch.dtype, str, bool]] = {
@@ -41,21 +40,17 @@ def _clipped(t, column, columns, tensors, PARAMS: tl.constexpr):  # type: ignore
 
 def main() -> None:
     driver.set_active(H100())
-    launch = jit.JITFunction.run
     current = ""
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+    def describe(kernel: str, compiled: Any, options: dict[str, Any]) -> dict[str, Any]:
         epilogue = options.get("EPILOGUE")
-        found = {"problem": current, "kernel": self.__name__, "epilogue": epilogue.__name__ if epilogue else ""}
+        found = {"problem": current, "epilogue": epilogue.__name__ if epilogue else "", "warps": compiled.metadata.num_warps}
         ptx = compiled.asm["ptx"]
         # Where in the text: of the wait for the launch ahead, and of the last store; -1 for none.
         found |= {"early": options.get("EARLY"), "wait": ptx.rfind("griddepcontrol.wait"), "store": ptx.rfind("cp.async.bulk.tensor")}
-        found |= {"lets next": "griddepcontrol.launch_dependents" in ptx}
-        found |= {"warps": compiled.metadata.num_warps, "shared": compiled.metadata.shared}
-        print(json.dumps({**found, **resources(compiled.asm["cubin"])}), flush=True)
+        return {**found, "lets next": "griddepcontrol.launch_dependents" in ptx, **resources(compiled.asm["cubin"])}
 
-    jit.JITFunction.run = compile_only
+    compile_only(describe)
     from fastkron_py.gated import launches as triton_gated
     from fastkron_py.gated.activations.registry import activation_names, find_activation
     from fastkron_py.runtime import device as devices

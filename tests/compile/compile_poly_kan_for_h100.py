@@ -5,7 +5,6 @@ Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import tempfile
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compile_for_h100 import H100, resources
+from compile_for_h100 import H100, compile_only, resources
 from triton.backends.nvidia import compiler
-from triton.runtime import driver, jit
+from triton.runtime import driver
 
 # name: (rows, in, out, degree, basis, dtype, precision, size of a table)
 PROBLEMS: dict[str, tuple[int, int, int, int, str, torch.dtype, str, int]] = {
@@ -68,27 +67,22 @@ def copies_follow_stores(ptx: str) -> bool:
 
 def main() -> None:
     driver.set_active(H100())
-    launch = jit.JITFunction.run
     current = ""
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+    def describe(kernel: str, compiled: Any, options: dict[str, Any]) -> dict[str, Any]:
         # Of the kernels that have to keep products in flight, and of plain ones, which do not.
-        is_asked = "pipelined" in self.__name__ or "gemm" in self.__name__ or current == "large TF32 in plain Triton"
-        serialised = is_serialised(compiled.asm["ptx"]) if is_asked else False
-        found = {
+        is_asked = "pipelined" in kernel or "gemm" in kernel or current == "large TF32 in plain Triton"
+        ptx = compiled.asm["ptx"]
+        return {
             "problem": current,
-            "kernel": self.__name__,
-            "shared": compiled.metadata.shared,
-            "serialised": serialised,
-            "copies": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
-            "ordered": copies_follow_stores(compiled.asm["ptx"]),
-            "ordered without barriers": copies_follow_stores(compiled.asm["ptx"].replace("bar.sync", "")),
+            "serialised": is_asked and is_serialised(ptx),
+            "copies": ptx.count("cp.async.bulk.tensor"),
+            "ordered": copies_follow_stores(ptx),
+            "ordered without barriers": copies_follow_stores(ptx.replace("bar.sync", "")),
             **resources(compiled.asm["cubin"]),
         }
-        print(json.dumps(found), flush=True)
 
-    jit.JITFunction.run = compile_only
+    compile_only(describe)
     from fastkron_py.kan import triton_backend
     from fastkron_py.kan.bases.registry import find_basis
     from fastkron_py.kan.layer_config import LayerConfig

@@ -1,11 +1,11 @@
-"""Compile the rational kernels' launches for an H100, on a machine that has none; a line of JSON for each.
+"""Compile the launches of rational functions for an H100: alone, in linear layers, and behind layer normalisation.
 
+On a machine that has none; a line of JSON for each.
 Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import tempfile
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import triton
-from compile_for_h100 import H100, resources
-from triton.runtime import driver, jit
+from compile_for_h100 import H100, compile_only, resources
+from triton.runtime import driver
 
 # name: (dtype, shape, groups, degrees, version)
 PROBLEMS: dict[str, tuple[torch.dtype, tuple[int, ...], int, tuple[int, int], str]] = {
@@ -28,6 +28,14 @@ PROBLEMS: dict[str, tuple[torch.dtype, tuple[int, ...], int, tuple[int, int], st
     "degrees 16": (torch.float32, (64, 197, 192), 8, (16, 16), "B"),
     "odd": (torch.bfloat16, (9, 21), 3, (0, 1), "A"),
     "wrap": (torch.float32, (5, 2 * 66000), 2, (3, 2), "B"),
+}
+# name: (dtype of x, dtype of y, rows, channels, groups, version)
+NORMALISED: dict[str, tuple[torch.dtype, torch.dtype, int, int, int, str]] = {
+    "layer norm, tiny": (torch.float32, torch.bfloat16, 512 * 197, 192, 8, "B"),
+    "layer norm, small": (torch.float32, torch.bfloat16, 256 * 197, 384, 8, "B"),
+    "layer norm, base": (torch.float32, torch.bfloat16, 128 * 197, 768, 8, "B"),
+    "layer norm, base of version A": (torch.float32, torch.bfloat16, 128 * 197, 768, 8, "A"),
+    "layer norm, float64": (torch.float64, torch.float64, 197, 768, 8, "B"),
 }
 
 
@@ -55,27 +63,11 @@ def fused(current: dict[str, str]) -> None:
             program_linear_rational.forward(tensors, ("B",), keep)(tensors)
 
 
-def main() -> None:
-    driver.set_active(H100())
-    launch = jit.JITFunction.run
-    current = {"problem": ""}
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled = launch(self, *args, grid=grid, warmup=True, **options)
-        cubin = compiled.asm["cubin"]
-        line = {**current, "kernel": self.__name__, "shared": compiled.metadata.shared}
-        print(json.dumps({**line, **resources(cubin), **loads_and_stores(cubin)}), flush=True)
-
-    jit.JITFunction.run = compile_only
+def plain(current: dict[str, str]) -> None:
+    """The function alone, and its gradients."""
     from fastkron_py.rational import launches as triton_rational
-    from fastkron_py.runtime import device as devices
-    from fastkron_py.runtime.gpu import HOPPER
 
-    devices.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
-    triton_rational.is_approximate = lambda dtype, device: dtype != torch.float64
-    fused(current)
-    for problem, (dtype, shape, groups, (m, n), version) in PROBLEMS.items():
-        current["problem"] = problem
+    for current["problem"], (dtype, shape, groups, (m, n), version) in PROBLEMS.items():
         # Of the large one a view of few elements, whose strides are the dense one's: nothing is read here.
         x = torch.empty(1, dtype=dtype).expand(shape)
         dense = torch.empty(shape, device="meta").stride()
@@ -89,6 +81,47 @@ def main() -> None:
         partial = torch.empty(16, dtype=made.dtype)
         made.first(x, x, a, b, x, partial)
         made.second(partial, b, a, b)
+
+
+def normalised(current: dict[str, str]) -> None:
+    """Behind a layer normalisation."""
+    from fastkron_py.rational import launches as triton_rational
+    from fastkron_py.rational import layer_norm_launch as launcher
+
+    for current["problem"], (dtype, of_y, rows, channels, groups, version) in NORMALISED.items():
+        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        a, b = torch.empty(1, 6, dtype=kind), torch.empty(groups, 4, dtype=kind)
+        weight = torch.empty(channels, dtype=kind)
+        # Of few elements: nothing is read here, and a launch depends on the number of rows that it is told.
+        x, y, mean = torch.empty(16, dtype=dtype), torch.empty(16, dtype=of_y), torch.empty(16, dtype=kind)
+        function = triton_rational.coefficients(a, b, version, (kind,), x.device)
+        made = launcher.Problem(rows, channels, function, 1e-6)
+        launcher.forward_launcher(made)(x, weight, weight, a, b, y, mean, mean)
+        backward = launcher.backward_launchers(made)
+        backward.first(x, y, mean, mean, weight, weight, a, b, x, mean)
+        sums = torch.empty(16, dtype=torch.float64)
+        backward.columns(mean, weight, weight, sums)
+        backward.second(sums, b, a, b)
+
+
+def main() -> None:
+    driver.set_active(H100())
+    current = {"problem": ""}
+
+    def describe(kernel: str, compiled: Any, options: dict[str, Any]) -> dict[str, Any]:
+        cubin = compiled.asm["cubin"]
+        return {**current, "num_warps": options["num_warps"], **resources(cubin), **loads_and_stores(cubin)}
+
+    compile_only(describe)
+    from fastkron_py.rational import launches as triton_rational
+    from fastkron_py.runtime import device as devices
+    from fastkron_py.runtime.gpu import HOPPER
+
+    devices.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
+    triton_rational.is_approximate = lambda dtype, device: dtype != torch.float64
+    fused(current)
+    plain(current)
+    normalised(current)
 
 
 if __name__ == "__main__":
