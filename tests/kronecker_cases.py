@@ -8,11 +8,6 @@ from fastkron_py.testing import assert_close
 SQUARE = [((3, 3),), ((2, 2), (3, 3)), ((1, 1), (4, 4), (3, 3)), ((2, 3, 3), (2, 2)), ((2, 1, 2, 2), (3, 4, 4), (1, 1))]
 
 
-def ids(shapes):
-    """A test's name, of its factors' shapes."""
-    return "*".join("x".join(map(str, s)) for s in shapes)
-
-
 def random_factors(shapes, dtype, device, *, dominant=True):
     """Random matrices; square ones with a strong diagonal, so that they are far from singular, and det of either sign."""
     factors = []
@@ -43,15 +38,3 @@ def dense_sum(factors, masses=None):
 
 def near(actual, expected):
     assert_close(actual, expected, rms_tol=1e-10, max_tol=1e-10)
-
-
-def near_by_elements(operator, dense):
-    """Shape, elements, diagonal, trace, transposes and determinant are those of the dense matrix."""
-    assert operator.shape == tuple(dense.shape)
-    near(operator.to_dense(), dense)
-    near(operator.diagonal(), dense.diagonal(dim1=-2, dim2=-1))
-    near(operator.trace(), dense.diagonal(dim1=-2, dim2=-1).sum(-1))
-    near(operator.mT.to_dense(), dense.mT)
-    near(operator.mH.to_dense(), dense.mH)
-    near(operator.logdet(), torch.logdet(dense))
-    near(operator.slogdet().logabsdet, torch.linalg.slogdet(dense).logabsdet)

@@ -159,7 +159,7 @@ FAULTS = [
         "fastkron_py/kron/operators/modes.py",
         "dense, terms(own, units)",
         "dense, terms(own, ())",
-        ("tests/kron/operators/test_kronecker_sum.py",),
+        ("tests/kron/operators/test_methods.py", "tests/kron/operators/test_kronecker_sum.py"),
     ),
     Fault(
         "fastkron_py/kron/operators/matrix_function.py",

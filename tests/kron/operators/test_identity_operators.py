@@ -123,18 +123,6 @@ def test_rectangular_factors() -> None:
     assert_close(left.to_dense(), torch.kron(torch.ones(2, 2).double(), g @ h))
 
 
-def test_gradients_of_both_orders() -> None:
-    a, b = definite(2).requires_grad_(), definite(2).requires_grad_()
-    x = torch.randn(8, dtype=torch.float64, requires_grad=True)
-
-    def function(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> Any:
-        k = KroneckerProduct([a, 2, b])
-        return k @ x, k.logdet(), k.solve(x), k.trace(), k.diagonal(), k.norm(), k.inverse() @ x, k.det()
-
-    assert torch.autograd.gradcheck(function, (a, b, x), fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, (a, b, x), fast_mode=True)
-
-
 @pytest.mark.parametrize("operator", [KroneckerProduct, KroneckerSum])
 def test_refusals(operator: Any) -> None:
     for factors, error, text in [

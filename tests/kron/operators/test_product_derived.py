@@ -13,38 +13,6 @@ from fastkron_py.testing import assert_close
 
 # ---- gradients: random projections of each result, so that no symmetry hides a wrong sign or a missing conjugate ------
 
-GRADCHECKED = {
-    "K @ x": lambda k, x: k @ x,
-    "x @ K": lambda k, x: x.mT @ k,
-    "mH @ x": lambda k, x: k.mH @ x,
-    "to_dense": lambda k, x: k.to_dense(),
-    "diagonal": lambda k, x: k.diagonal(),
-    "trace": lambda k, x: k.trace(),
-    "slogdet": lambda k, x: k.slogdet(),
-    "det": lambda k, x: k.det(),
-    "logdet": lambda k, x: k.logdet(),
-    "inverse": lambda k, x: k.inverse() @ x,
-    "solve": lambda k, x: k.solve(x),
-    "solve vector": lambda k, x: k.solve(x[:, 0]),
-    "norm": lambda k, x: k.norm(),
-    "K @ K": lambda k, x: (k @ k.mT).to_dense(),
-    "scaled": lambda k, x: (k * x[0, 0].abs() / 2) @ x,
-    "power": lambda k, x: k.matrix_power(-2) @ x,
-}
-
-
-@pytest.mark.parametrize("name", GRADCHECKED)
-def test_gradients(name, dtype):
-    # Two factors of even size: every weight of a determinant is even, so logdet is finite.
-    factors = [f.requires_grad_() for f in random_factors([(2, 2), (2, 2, 2)], dtype, "cpu")]
-    x = torch.randn(4, 2, dtype=dtype, requires_grad=True)
-
-    def function(x: Tensor, *factors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return GRADCHECKED[name](KroneckerProduct(factors), x)
-
-    assert torch.autograd.gradcheck(function, (x, *factors), fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, (x, *factors), fast_mode=True)
-
 
 SINGULAR = {  # rows that are multiples of one another, so that LU finds an exact zero
     "one": [[[1, 2], [2, 4]], [[3, 1, 0], [0, 2, 1], [1, 0, 1]]],
