@@ -217,11 +217,19 @@ def product_of(world: World, size: int, sizes: list[int], columns: int, blocks: 
     return WholeRows(planned, row_group, row_group.channel, 1.0, None, "product", mock.Mock())  # type: ignore[arg-type]
 
 
+def written_late(world: World, x: Tensor) -> None:
+    """By the stream that is current: who reads x without waiting for it reads NaN."""
+    given = x.clone()
+    x.fill_(torch.nan)
+    world.copy(x, given)
+
+
 def products(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], sizes: list[int], blocks: InBlocks, columns: int) -> None:
     """Two products one after the other on every rank."""
     for world.rank, of_rank in enumerate(xs):
         product = product_of(world, len(xs), sizes, columns, blocks)
         for x, out in zip(of_rank, outs[world.rank], strict=True):
+            written_late(world, x)
             product.forward(x, (), out, None)
             # What follows may free x, or write to it.
             world.current.add(lambda x=x: x.fill_(torch.nan))  # type: ignore[misc]
@@ -235,6 +243,7 @@ def with_gradients(
     sums = []
     for world.rank, ((x, dy), (y, dx)) in enumerate(zip(xs, outs, strict=True)):
         product, saved = product_of(world, len(xs), sizes, columns, blocks), dict[int, Tensor]()
+        written_late(world, x)
         product.forward(x, (), y, saved)
         world.current.add(lambda x=x: x.fill_(torch.nan))  # type: ignore[misc]
         sums.append(product.backward(dy, (), dx, [True], saved))
