@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import in_full
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -103,11 +104,9 @@ def of_compiled(name: str, is_inside: bool, use_reentrant: bool, backend: str) -
     ("name", "is_inside", "use_reentrant", "backend"),
     [
         ("twice", False, False, "aot_eager"),
-        ("twice", False, True, "aot_eager"),
-        ("twice", True, False, "aot_eager"),
         ("twice", True, True, "aot_eager"),
-        ("network", False, False, "aot_eager"),
         ("convolution", True, False, "aot_eager"),
+        *in_full([("twice", False, True, "aot_eager"), ("twice", True, False, "aot_eager"), ("network", False, False, "aot_eager")]),
         pytest.param("linear", False, False, "inductor", marks=[COMPILER, pytest.mark.full]),
     ],
 )
