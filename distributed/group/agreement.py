@@ -113,9 +113,14 @@ class Control:
             return everything, None
         return everything, self._group.allgather([list(everything.unbind())], [own])
 
-    def close(self, failure: Exception) -> None:
-        """Break the connections, so that ranks which wait here for this one learn at once that it will not come."""
-        if self._barrier is not None:
+    def close(self, failure: Exception, *, orderly: bool = False) -> None:
+        """Break the connections, so that ranks which wait here for this one learn at once that it will not come.
+
+        Args:
+            failure: that later calls name.
+            orderly: all ranks have agreed to: slower ones may still read what this one has told, and are not to take it for a failure.
+        """
+        if self._barrier is not None and not orderly:
             self._barrier.close()
         # The first failure: later ones repeat it. Not the error, whose stack has the group.
         self._group, self._barrier, self._failure = None, None, self._failure or str(failure)

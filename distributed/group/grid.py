@@ -209,11 +209,11 @@ class ProcessGrid:
             agree(self, {"call": "ProcessGrid.close"})
             for function in _when_closing:
                 function(self)
-            self._end()
+            self._end(orderly=True)
 
-    def _end(self) -> None:
+    def _end(self, *, orderly: bool) -> None:
         if self._is_private and not self._closed:
-            self._control.close(RuntimeError("the grid has been closed"))
+            self._control.close(RuntimeError("the grid has been closed"), orderly=orderly)
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -223,7 +223,7 @@ class ProcessGrid:
         if error is None:
             self.close()
         else:
-            self._end()
+            self._end(orderly=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGrid:
         """Itself: a copy of a module that holds a grid has the same ranks, and communicators are not copied."""
