@@ -157,12 +157,18 @@ def unguarded_stores(cubin: bytes) -> int:
 def choose_algorithm(algorithm: str) -> None:
     """Multiply modes of wide factors by this algorithm, where the plan does not take the register-chained kernel."""
     from fastkron_py.kron import gradients, planner
-    from fastkron_py.kron.families import tile, tile_gradients, torch_products, wgmma
+    from fastkron_py.kron.families import fragments_gradients, tile, tile_gradients, torch_products, wgmma
 
     planner.best_algorithm = lambda mode, has_wgmma, family, is_alone: "chained" if family == "fragments" else algorithm  # type: ignore[assignment]
     family = {"looped": tile_gradients, "wgmma": wgmma}.get(algorithm, torch_products)
     chosen = gradients.chosen_family
-    gradients.chosen_family = lambda case: chosen(case) if case.is_fused else family  # type: ignore[assignment, return-value]
+
+    def chosen_family(case: Any) -> Any:
+        """The register-resident kernel where it is taken, which no algorithm replaces."""
+        found = chosen(case)
+        return found if case.is_fused or found is fragments_gradients else family
+
+    gradients.chosen_family = chosen_family
     torch_products.gradient_algorithm = lambda mode: algorithm  # type: ignore[assignment]
     tile.looped_seconds = lambda mode: math.inf if algorithm == "wgmma" else 0.0  # type: ignore[assignment]
 
