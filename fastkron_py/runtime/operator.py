@@ -296,32 +296,12 @@ class Operator:
 
     # ---- the rules, for the operator and for its function ------------------------------------------
 
-    def _unsaved_of(self, tensors: Sequence[Any]) -> list[int]:
-        """The tensors that the derivatives do not read, of those that there are, by index."""
-        return [i for i in [i % len(tensors) for i in self._unsaved] if tensors[i] is not None]
-
-    def _save(self, ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], output: Any, alone: bool) -> tuple[Any, ...]:
-        """Save the values that the derivatives read; return the tensors among them."""
-        ctx.kept, ctx.options, ctx.shapes, ctx.alone = self._kept, options, None, alone
-        ctx.absent = [i for i, t in enumerate(tensors) if t is None]
-        values, unsaved = tensors, self._unsaved_of(tensors)
-        if unsaved:
-            values = tuple([None if i in unsaved else t for i, t in enumerate(tensors)])
-            ctx.shapes = [None if t is None else t.shape for t in tensors]
-        if ctx.kept:
-            kept = output[-ctx.kept :]
-            ctx.mark_non_differentiable(*kept)
-            torch_internals.want_no_zeros(ctx)
-            ctx.save_for_backward(*values, *kept)
-        else:
-            ctx.save_for_backward(*values)
-        return values
-
     def _saved(self, ctx: Any, needs: tuple[bool, ...], found: tuple[Any, ...]) -> Saved:
         """The values that were saved; found: the saved tensors."""
-        if not ctx.kept:
-            return Saved(found, (), ctx.shapes, ctx.options, needs, ctx.alone)
-        return Saved(found[: -ctx.kept], found[-ctx.kept :], ctx.shapes, ctx.options, needs, ctx.alone)
+        call, kept = ctx.call, ctx.call.kept
+        if not kept:
+            return Saved(found, (), call.shapes, ctx.options, needs, ctx.alone)
+        return Saved(found[:-kept], found[-kept:], call.shapes, ctx.options, needs, ctx.alone)
 
     def _run_gradient_call(self, saved: Saved, *cotangents: Tensor) -> Sequence[Tensor | None]:
         call = self._gradient_call(saved, *cotangents)  # type: ignore[misc]
@@ -329,23 +309,22 @@ class Operator:
             raise RuntimeError(f"{self.name}: expected a backward rule beside a gradient call that may be None")
         return call.run(cotangents[0])
 
-    def _reverse(self, ctx: Any, needs: tuple[bool, ...], cotangents: tuple[Any, ...]) -> Sequence[Tensor | None]:
+    def _reverse(self, ctx: Any, needs: tuple[bool, ...], found: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Sequence[Tensor | None]:
+        """The gradients by the backward rule; found: the saved tensors."""
         if not any(needs) or self._backward is None:
             return [None] * len(needs)
-        if ctx.kept:
-            cotangents = cotangents[: len(cotangents) - ctx.kept]
-        return self._backward(self._saved(ctx, needs, ctx.saved_tensors), *cotangents)
+        return self._backward(self._saved(ctx, needs, found), *cotangents[: len(cotangents) - ctx.call.kept])
 
     def _setup_operator(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, options = self._schema.split(inputs)
         ctx.count = len(tensors)
-        self._save(ctx, tensors, options, output, False)
+        Differentiable(self, tensors).save(ctx, tensors, options, output, alone=False)
 
     def _backward_of_operator(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         if self._schema.returns == "Tensor[]":
             (cotangents,) = cotangents
         needs = self._schema.broadcast(ctx.needs_input_grad, ctx.count)
-        return *self._schema.listed(self._reverse(ctx, needs, tuple(cotangents))), *[None] * self._schema.options
+        return *self._schema.listed(self._reverse(ctx, needs, ctx.saved_tensors, tuple(cotangents))), *[None] * self._schema.options
 
     def _vmap_of_operator(self, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         tensors, options = self._schema.split(arguments)
@@ -365,7 +344,7 @@ def asked_for(ctx: Any, needs: Sequence[bool]) -> tuple[bool, ...]:
     following = getattr(ctx, "next_functions", None)
     if following is None or torch.compiler.is_compiling() or not torch_internals.works(_NODES):
         return tuple(needs)
-    absent, nodes = ctx.absent, iter(following)  # autograd counts no tensor that is None; a checkpoint lets saved ones be read once
+    absent, nodes = ctx.call.absent, iter(following)  # autograd counts no tensor that is None; a checkpoint lets saved ones be read once
 
     def is_asked(index: int) -> bool:
         node = None if index in absent else next(nodes)[0]
@@ -396,7 +375,7 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            values = operator._save(ctx, inputs[1:], inputs[0], output, True)
+            values = Differentiable(operator, inputs[1:]).save(ctx, inputs[1:], inputs[0], output)
             if operator._jvp is not None:
                 ctx.save_for_forward(*values)
 
@@ -406,7 +385,7 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
             needs = ctx.needs_input_grad[1:]
             if torch.is_grad_enabled():
                 needs = asked_for(ctx, needs)
-            return None, *operator._reverse(ctx, needs, cotangents)
+            return None, *operator._reverse(ctx, needs, ctx.saved_tensors, cotangents)
 
         @staticmethod
         @over
@@ -435,9 +414,7 @@ class _Reverse(NamedTuple):
     """A backward pass that was made before.
 
     Attributes:
-        needs: which gradients were needed.
-        options: of the forward call.
-        settings: that were in force.
+        key: which gradients were needed, the forward call's options, and the settings that were in force.
         check: whether other tensors are like the program's inputs.
         program: that it ran.
         numbers: the program's scalars.
@@ -445,9 +422,7 @@ class _Reverse(NamedTuple):
         places: as of the `GradientCall`.
     """
 
-    needs: tuple[bool, ...]
-    options: tuple[Any, ...]
-    settings: tuple[Any, ...]
+    key: tuple[Any, ...]
     check: Callable[..., bool]
     program: Program
     numbers: tuple[float, ...]
@@ -456,16 +431,26 @@ class _Reverse(NamedTuple):
 
 
 class Differentiable:
-    """Runs programs of one call of an operator where gradients are wanted, and keeps the programs of its backward passes."""
+    """A call of an operator where gradients are wanted: what it saves, and the programs of its backward passes.
+
+    Attributes:
+        absent: tensors that are not there, by index.
+        unsaved: tensors that are, and that the derivatives do not read.
+        shapes: of the tensors, where there are such; else None.
+        saved: how many of a program's results are intermediates for the backward pass.
+        kept: how many results are for the backward pass alone, these among them.
+        is_single: whether a program has one result.
+        reverses: backward passes that were made.
+    """
 
     __slots__ = ("_operator", "absent", "is_single", "kept", "reverses", "saved", "shapes", "unsaved")
 
-    def __init__(self, operator: Operator, tensors: Sequence[Tensor | None], saved: int) -> None:
+    def __init__(self, operator: Operator, tensors: Sequence[Tensor | None], saved: int = 0) -> None:
         """For tensors like these, and programs with this number of results that are saved."""
         self._operator, self.saved, self.kept = operator, saved, operator._kept + saved
         self.is_single = operator._is_single and not saved
         self.absent = [i for i, t in enumerate(tensors) if t is None]
-        self.unsaved = operator._unsaved_of(tensors)
+        self.unsaved = [i for i in [i % len(tensors) for i in operator._unsaved] if i not in self.absent]
         self.shapes = [None if t is None else t.shape for t in tensors] if self.unsaved else None
         self.reverses: list[_Reverse] = []
 
@@ -479,13 +464,34 @@ class Differentiable:
         found = self._operator._apply(self, program, given, options, *tensors)
         return found if self.is_single else self._operator._shown(found, self.saved)
 
+    def save(self, ctx: Any, tensors: Sequence[Any], options: tuple[Any, ...], output: Any, *, alone: bool = True) -> Sequence[Any]:
+        """Save the values that the derivatives read; return the tensors among them.
+
+        Args:
+            ctx: the function's.
+            tensors: of the call.
+            options: of the call.
+            output: its results.
+            alone: as of `Saved`.
+        """
+        ctx.call, ctx.options, ctx.alone = self, options, alone
+        values = tensors if not self.unsaved else [None if i in self.unsaved else t for i, t in enumerate(tensors)]
+        if self.kept:
+            kept = output[-self.kept :]
+            ctx.mark_non_differentiable(*kept)
+            torch_internals.want_no_zeros(ctx)
+            ctx.save_for_backward(*values, *kept)
+        else:
+            ctx.save_for_backward(*values)
+        return values
+
     def reverse(self, ctx: Any, needs: tuple[bool, ...], values: tuple[Any, ...]) -> list[Tensor | None] | None:
         """The gradients by a program that a backward pass like this one has run, None if there was none; values: dy and what was saved."""
         if _is_watching() or is_logged():
             return None
-        given_so = needs, ctx.options, settings()
-        for *so, check, program, numbers, picks, places in self.reverses:
-            if tuple(so) == given_so:
+        wanted = needs, ctx.options, settings()
+        for key, check, program, numbers, picks, places in self.reverses:
+            if key == wanted:
                 given = [values[i] for i in picks]
                 if check(*given) and (not program.has_places or program.takes(given)):
                     return _placed(program(given, numbers), places, values[0])
@@ -498,7 +504,8 @@ class Differentiable:
         entry = CACHE.find(call.operator._key(call.tensors, call.options), given) if given and -1 not in picks else None
         if entry is not None:
             numbers = call.operator._numbers(call.options) if entry.program.has_scalars else ()
-            self.reverses.append(_Reverse(needs, ctx.options, settings(), entry.check, entry.program, numbers, picks, call.places))
+            key = needs, ctx.options, settings()
+            self.reverses.append(_Reverse(key, entry.check, entry.program, numbers, picks, call.places))
             del self.reverses[:-_MOST_REVERSES]
         return found
 
@@ -513,12 +520,12 @@ def _node_of(operator: Operator) -> type[torch.autograd.Function]:
     @over
     def general(state: tuple[Any, tuple[bool, ...], tuple[Any, ...]], *cotangents: Any) -> Sequence[Tensor | None]:
         ctx, needs, found = state
-        if not any(needs) or operator._backward is None:
-            return [None] * len(needs)
-        saved, shown = operator._saved(ctx, needs, found), cotangents[: len(cotangents) - ctx.kept]
-        as_call, is_plain = operator._gradient_call, not _is_grad_enabled() and not torch_internals.is_batching()
-        call = None if as_call is None or not is_plain else as_call(saved, *shown)
-        return operator._backward(saved, *shown) if call is None else ctx.call.run(call, ctx, needs, (*shown[:1], *found))
+        if operator._gradient_call is not None and any(needs) and not _is_grad_enabled() and not torch_internals.is_batching():
+            call = operator._gradient_call(operator._saved(ctx, needs, found), *cotangents[: len(cotangents) - ctx.call.kept])
+            if call is not None:
+                made: Sequence[Tensor | None] = ctx.call.run(call, ctx, needs, (cotangents[0], *found))
+                return made
+        return operator._reverse(ctx, needs, found, cotangents)
 
     class Node(torch.autograd.Function):
         @staticmethod
@@ -527,14 +534,7 @@ def _node_of(operator: Operator) -> type[torch.autograd.Function]:
         ) -> Any:
             found: Any = program(given, operator._numbers(options) if program.has_scalars else ())
             found = found[0] if call.is_single else tuple(found)
-            ctx.call, ctx.options = call, options
-            values = tensors if not call.unsaved else [None if i in call.unsaved else t for i, t in enumerate(tensors)]
-            if call.kept:
-                kept = found[-call.kept :]
-                ctx.mark_non_differentiable(*kept)
-                torch_internals.want_no_zeros(ctx)
-                values = (*values, *kept)
-            ctx.save_for_backward(*values)
+            call.save(ctx, tensors, options, found)
             return found
 
         @staticmethod
@@ -543,12 +543,10 @@ def _node_of(operator: Operator) -> type[torch.autograd.Function]:
             call, needs, found = ctx.call, ctx.needs_input_grad[4:], ctx.saved_tensors
             made = None
             if _is_grad_enabled():
-                ctx.absent = call.absent
                 needs = asked_for(ctx, needs)
             elif call.reverses:
                 made = call.reverse(ctx, needs, (cotangents[0], *found))
             if made is None:
-                ctx.kept, ctx.shapes, ctx.alone = call.kept, call.shapes, True
                 made = general((ctx, needs, found), *cotangents)
             return None, None, None, None, *made
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastkron_py.runtime import torch_internals
 
 _getter: Callable[[str, str], Any] | None = None  # of torch's settings; None before one was asked for
+_AS_IT_IS: Final = contextlib.nullcontext()
 
 
 def _matmul_settings(is_cuda: bool) -> Any:
@@ -61,9 +62,6 @@ def torch_products(x: Tensor, precision: str | None) -> contextlib.AbstractConte
     if in_force == "tf32" if precision != "highest" else in_force not in ("tf32", "bf16"):
         return _AS_IT_IS
     return _with_setting(_matmul_settings(x.is_cuda), precision)
-
-
-_AS_IT_IS: Final = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
