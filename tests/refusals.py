@@ -12,6 +12,16 @@ import pytest
 Refusal = tuple[Callable[[], object], type[Exception], str]
 """A call, the error that it raises, and the error's text."""
 
+# Texts that messages of products and of lazy operators share.
+ARRAY = "a torch tensor, a NumPy array or a CuPy array"
+BATCHES = "expected batch dimensions that broadcast"
+COLUMNS = "dimension -2 of size 6 = 3 * 2, the product of the columns of factors"
+DTYPES = "float16, bfloat16, float32, float64, complex64, complex128"
+LIST = "a list or tuple of matrices"
+MATRIX = "a matrix [P, Q] or a batch [*batch, P, Q]"
+NUMBER = "a number or a 0-dimensional floating-point tensor"
+ROWS = "dimension -1 of size 6 = 2 * 3, the product of the rows of factors"
+
 
 def value(call: Callable[[], object], message: str) -> Refusal:
     return call, ValueError, message

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from refusals import assert_all_refused, value, wrong_type
+from refusals import ARRAY, BATCHES, COLUMNS, DTYPES, LIST, MATRIX, NUMBER, ROWS, assert_all_refused, value, wrong_type
 
 import fastkron_py
 from fastkron_py import gekmm, gemkm, kron_matmul, kron_matmul_left
@@ -16,16 +16,8 @@ F = [torch.randn(2, 3), torch.randn(3, 2)]
 L = torch.randn(6, 4)  # and from the left
 NX, NF = X.numpy(), [f.numpy() for f in F]
 Z = torch.randn(5, 6)
-DTYPES = "float16, bfloat16, float32, float64, complex64, complex128"
-NUMBER = "a number or a 0-dimensional floating-point tensor"
 
 # Texts that several messages share.
-LIST = "a list or tuple of matrices"
-ARRAY = "a torch tensor, a NumPy array or a CuPy array"
-ROWS = "dimension -1 of size 6 = 2 * 3, the product of the rows of factors"
-COLUMNS = "dimension -2 of size 6 = 3 * 2, the product of the columns of factors"
-MATRIX = "a matrix [P, Q] or a batch [*batch, P, Q]"
-BATCHES = "expected batch dimensions that broadcast"
 RESULT = "a shape that broadcasts to the result (5, 6)"
 NEEDED = "a tensor that broadcasts to the result (5, 6), since beta is not 0"
 NUMPY_DTYPES = "float16, float32, float64, complex64, complex128"

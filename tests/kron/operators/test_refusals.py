@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from refusals import assert_refused, value, wrong_type
+from refusals import ARRAY, BATCHES, COLUMNS, DTYPES, LIST, MATRIX, NUMBER, ROWS, assert_refused, value, wrong_type
 
 from fastkron_py import KroneckerProduct, KroneckerSum
 
@@ -19,14 +19,6 @@ LAPLACE, SKEW = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), torch.tensor([[2.0, 1.
 ONES = torch.ones(6)
 
 # Texts that several messages share.
-NUMBER = "a number or a 0-dimensional floating-point tensor"
-LIST = "a list or tuple of matrices"
-ARRAY = "a torch tensor, a NumPy array or a CuPy array"
-ROWS = "dimension -1 of size 6 = 2 * 3, the product of the rows of factors"
-COLUMNS = "dimension -2 of size 6 = 3 * 2, the product of the columns of factors"
-MATRIX = "a matrix [P, Q] or a batch [*batch, P, Q]"
-BATCHES = "expected batch dimensions that broadcast"
-DTYPES = "float16, bfloat16, float32, float64, complex64, complex128"
 LINALG = "expected a dtype among float32, float64, complex64, complex128"
 CHAIN = "one by one the columns of this operator's"
 
