@@ -171,6 +171,7 @@ def refused(what):
     options = {
         "negative definite": {},
         "negative definite, no preconditioner": {"preconditioner": False},
+        "negative preconditioner": {"preconditioner": lambda r: -r},
         "nan of a preconditioner": {"preconditioner": lambda r: r * math.nan if last else r},
     }
     K.add_diagonal(0.0).solve(b, mask=torch.ones(len(b), dtype=torch.bool, device=grid.device), **options.get(what, {}))
@@ -179,6 +180,8 @@ def refused(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
+        ("negative definite", "factors, s: expected a positive definite K + diag(s) and preconditioner"),
+        ("negative preconditioner", "factors, s: expected a positive definite K + diag(s) and preconditioner"),
         ("negative definite, no preconditioner", "factors, s: expected a positive definite K + diag(s) and preconditioner"),
         ("nan of a preconditioner", "factors, s: expected a positive definite K + diag(s) and preconditioner"),
         ("nan", "b: expected finite numbers; got NaN or an infinity"),

@@ -164,12 +164,14 @@ def _descend(
     """Iterate from x with residual r, both updated in place, until the recurrence has converged. Returns the number of iterations."""
     z = precondition(r)
     p, residual = z.clone(), math.inf
-    rz, squares = inner.products((r, z), (r, r))
+    rz, squares, of_z = inner.products((r, z), (r, r), (z, z))
+    # By more than rounding: such a preconditioner is not positive definite, and no step would be taken.
+    is_negative = rz < -(torch.finfo(r.dtype).eps ** 0.5) * (squares * of_z).sqrt()
     while residual > stop.tolerance and iterations < stop.max_iterations:
         ap = apply(p)
         (curvature,) = inner.products((p, ap))
         active = ~(rz <= 0)  # not a number counts
-        broken = (active & ~(curvature > 0)).any()
+        broken = (is_negative | (active & ~(curvature > 0))).any()
         step = torch.where(active, rz / curvature, 0.0).unsqueeze(-2).to(x.dtype)
         x.addcmul_(step, p)
         r.addcmul_(step, ap, value=-1)

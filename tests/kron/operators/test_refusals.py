@@ -126,6 +126,11 @@ OF_DIAGONALS_AND_FUNCTIONS = {
         "factors, s: expected a positive definite K + diag(s) and preconditioner; got a direction without positive curvature in iteration "
         "1",
     ),
+    "a negative preconditioner": value(
+        lambda: PRODUCT.add_diagonal(torch.arange(1.0, 7.0)).solve(ONES, preconditioner=lambda r: -r),
+        "factors, s: expected a positive definite K + diag(s) and preconditioner; got a direction without positive curvature in iteration "
+        "1",
+    ),
     "not symmetric": value(
         lambda: KroneckerProduct([SKEW, B]).add_diagonal(ONES).solve(ONES),
         "factors[0]: expected a symmetric matrix for conjugate gradients; got one that differs from its conjugate transpose",
