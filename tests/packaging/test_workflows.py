@@ -22,9 +22,9 @@ def jobs(path: Path) -> dict[str, Any]:
 
 def test_every_command_is_a_make_target() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    commands = [step["run"] for path in WORKFLOWS for job in jobs(path).values() for step in job["steps"] if "run" in step]
-    called = {re.fullmatch(r"make ([a-z-]+)( [A-Z_]+=[\w.-]+)*", command)[1] for command in commands}  # type: ignore[index]
-    assert called == {"test", "test-rest", "test-wheel", "docs", "docs-version", "dist", "publish"}
+    commands = [step["run"] for path in WORKFLOWS for job in jobs(path).values() for step in job.get("steps", ()) if "run" in step]
+    called = {re.fullmatch(r"make ([a-z-]+)( [A-Z_]+=[\w./-]+)*", command)[1] for command in commands}  # type: ignore[index]
+    assert called == {"test", "test-rest", "test-gpu", "test-wheel", "docs", "docs-version", "dist", "publish"}
     assert called <= targets
 
 
@@ -45,6 +45,12 @@ def test_users_need_no_constraints() -> None:
     found = [p.name for p in pages for line in p.read_text().splitlines() if "pip install -c" in line]
     assert set(found) <= {"get_started.md"}
     assert "\n    pip install .\n" in (ROOT / "README.md").read_text()
+
+
+def test_a_release_is_tested_before_it_is_published() -> None:
+    found = jobs(ROOT / ".github" / "workflows" / "publish.yml")
+    assert found["pypi"]["needs"] == "test"
+    assert found["test"]["uses"] == "./.github/workflows/test.yml"
 
 
 def test_only_the_upload_gets_an_identity() -> None:
