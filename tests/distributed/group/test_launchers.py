@@ -20,9 +20,9 @@ from launchers import HERE, JOB, LAUNCHERS, MPIEXEC, NO_MPI, start
 from rank_pool import TIMEOUT, RankPool
 
 from fastkron_py.distributed import ProcessGrid, init_process_group
-from fastkron_py.distributed.group.bootstrap import judge
+from fastkron_py.distributed.group.bootstrap import _exchange, _report, judge
 from fastkron_py.distributed.group.failures import pack_error
-from fastkron_py.distributed.group.launchers import find_launch
+from fastkron_py.distributed.group.launchers import Launch, find_launch
 
 
 def reports(result: subprocess.CompletedProcess[str]) -> list[dict]:
@@ -275,6 +275,23 @@ def test_attempts_in_one_store() -> None:
             assert [o.error for o in found] == ["RuntimeError" if r in only else None for r in range(size)]
             text = "rank 1 of 2 did not come within 0.5 s" if only == [0] else "rank 0 has ended, or did not answer rank 1 within 1 s"
             assert found[only[0]].message == f"init_process_group: {text}"
+
+
+def test_another_world_size() -> None:
+    """Ranks 0 and 1 are two, and a third one believes in three."""
+    store = dist.HashStore()
+
+    def exchange(rank: int, size: int) -> str:
+        launch = Launch("torchrun", rank, size, rank, None, store)
+        try:
+            return str(len(_exchange(launch, _report("gloo", launch, 1.0, None), 1.0)[1]))
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:
+        first, second, third = pool.map(exchange, (0, 1, 2), (2, 2, 3))
+    assert (first, second) == ("2", "2")
+    assert third.endswith("did not answer rank 2 within 2 s; it answered 2 ranks, and WORLD_SIZE is 3 here")
 
 
 def existing(backend):
