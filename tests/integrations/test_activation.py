@@ -171,6 +171,24 @@ def test_tasks_keep_what_was_in_force_when_they_began() -> None:
     assert asyncio.run(main()) == (OURS, STOCK, OURS)
 
 
+def test_somebody_else_s_hook_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    with use_fastkron():
+        ours = KroneckerProductLinearOperator.__init__
+
+        def theirs(self: Any, *args: Any) -> None:
+            calls.append(1)
+            ours(self, *args)
+
+        KroneckerProductLinearOperator.__init__ = theirs
+    try:
+        assert made() is STOCK
+        assert KroneckerProductLinearOperator.__init__ is theirs
+        assert calls
+    finally:
+        KroneckerProductLinearOperator.__init__ = ORIGINALS[0]
+
+
 @pytest.mark.parametrize(
     ("name", "found", "said"),
     [
