@@ -95,6 +95,31 @@ def test_gradients_of_float32_factors_are_not_rounded(
         assert relative(control, w) > bound
 
 
+def test_second_order_of_float32_factors_beside_a_half_x(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, w1, w2, base = lokr_problem(LoKrCase((6,), (2, 3), (4, 5)), torch.float16, device, generator, factor_dtype=torch.float32)
+
+    def second(dtype: torch.dtype | None) -> list[Tensor]:
+        leaves = [t.detach().to(t.dtype if dtype is None else dtype).requires_grad_() for t in (x, w1, w2)]
+        linear = lokr_linear if dtype is None else reference.lokr_linear
+        y = linear(*leaves, base=base if dtype is None else base.to(dtype))
+        first = torch.autograd.grad(y.square().sum() / 8, leaves, create_graph=True)
+        found = torch.autograd.grad(sum(g.square().sum() for g in first) / 8, leaves)
+        assert all(g.dtype == leaf.dtype for g, leaf in zip(found, leaves, strict=True))
+        return list(found)
+
+    for got, want in zip(second(None), second(torch.float64), strict=True):
+        # Several roundings to float16 follow one another, and none of them is amplified.
+        assert relative(got, want) < 8 * torch.finfo(torch.float16).eps
+
+
+def test_the_operators_take_float32_factors_beside_a_half_x(device: torch.device, generator: torch.Generator) -> None:
+    for left in [False, True]:
+        x, w1, w2, _ = lokr_problem(LoKrCase((6,), (2, 3), (4, 5)), torch.bfloat16, device, generator, factor_dtype=torch.float32)
+        x = (x.mT if left else x).requires_grad_()
+        factors = [w.requires_grad_() if left else w.mT.detach().requires_grad_() for w in (w1, w2)]
+        torch.library.opcheck(torch.ops.fastkron.kron_matmul, (x, factors, None, 0.5, 0.0, None, "", left))
+
+
 class _Largest(TorchDispatchMode):
     """The most elements that a tensor had which an operation made; views count for nothing."""
 

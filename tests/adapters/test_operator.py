@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch.autograd import forward_ad
 
 import fastkron_py
 from fastkron_py import lokr_linear
-from fastkron_py.adapters import composed
+from fastkron_py.adapters import composed, program
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.plan import Plan
+from fastkron_py.runtime.precision import torch_products
 from fastkron_py.testing import assert_close
 
 PAIRS = [CASES[1], CASES[3], LoKrCase((4,), (3, 2), (5, 4), rank1=2)]
@@ -63,6 +65,18 @@ def test_some_gradients(plans: None, backend_name: str, device: torch.device, ge
         torch.testing.assert_close(*found)
 
 
+def test_autocast_rounds_no_pair_inside_of_transforms(
+    plans: None, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """A float32 pair is multiplied out in float32 there as well: the same numbers as of an eager call."""
+    for case in PAIRS:
+        x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
+        with torch.autocast(device.type, torch.bfloat16):
+            want = lokr_linear(x, w1, w2, base=base)
+            got, _ = torch.func.jvp(partial(lokr_linear, w1=w1, w2=w2, base=base), (x,), (x,))
+        assert torch.equal(got, want)
+
+
 def test_autocast_rounds_no_second_derivative(plans: None, device: torch.device, generator: torch.Generator) -> None:
     """By Triton; torch's own products are rounded in backward passes under autocast."""
     x, w1, w2, base = lokr_problem(CASES[3], torch.float32, device, generator)
@@ -92,6 +106,29 @@ def test_forward_mode_through_a_backward_pass(plans: None, backend_name: str, de
             tangents = [forward_ad.unpack_dual(g).tangent for g in found]
         for got, w in zip(tangents, want, strict=True):
             torch.testing.assert_close(got, w)
+
+
+def test_a_pair_is_multiplied_out_in_the_precision_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, generator: torch.Generator
+) -> None:
+    """Whatever torch's setting for the process is: forward and backward, and in the composed product."""
+    planned(monkeypatch, True)
+    asked: list[str | None] = []
+
+    def noted(x: Tensor, precision: str | None) -> Any:
+        asked.append(precision)
+        return torch_products(x, precision)
+
+    monkeypatch.setattr(program, "torch_products", noted)
+    x, w1, w2, base = lokr_problem(CASES[3], torch.float32, device, generator)
+    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2)]
+    with fastkron_py.backend("triton"):
+        y = lokr_linear(x, w1, w2, base=base, precision="highest")
+        assert asked == ["highest"] * 2
+        torch.autograd.grad(y.sum(), leaves)
+        assert asked == ["highest"] * 4
+    monkeypatch.setattr(Factor, "expanded", None)  # which torch multiplies in its own precision
+    torch.testing.assert_close(composed.add_product(x, *factors(w1, w2), base, 1.0, "highest"), y)
 
 
 def gradients(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:

@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fastkron_py.cli import bench, compare, measure
@@ -115,6 +118,33 @@ def test_a_method_that_fails_leaves_the_others(runner: CliRunner, monkeypatch: p
     result = runner.invoke(app, ["bench", "--shapes", "3:4^2", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert ["3:4^2", "torch loop", "out of memory", "", "", ""] in cells(result.output)
+
+
+def test_methods_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that makes each turn slower than the one before says nothing about the factor."""
+    now, order = [1.0], []
+
+    def seconds(call: Callable[[], object], device: torch.device, budget: float) -> float:
+        now[0] *= 1.1
+        order.append(call)
+        return now[0]
+
+    monkeypatch.setattr(compare, "best_seconds", seconds)
+    monkeypatch.setattr(compare, "HAS_GPYTORCH", False)
+    settings = compare.Settings(torch.float32, torch.device("cpu"), False, 60.0)
+    loop, ours = compare.compare(bench.Shape(3, [(4, 4)]), settings)
+    assert len(loop.turns) == len(ours.turns) == compare.TURNS
+    assert order == order[:2] * compare.TURNS
+    assert ours.speedups(loop) == pytest.approx([1 / 1.1] * 3)
+    # Without time left, few turns.
+    few = compare.compare(bench.Shape(3, [(4, 4)]), replace(settings, seconds=0.0))
+    assert [len(m.turns) for m in few] == [compare.TURNS_LEAST] * 2
+
+
+def test_factors_have_two_digits() -> None:
+    assert bench._factor(1.6123, 1.8456, 2.1987) == "1.8x faster (1.6 to 2.2)"
+    assert bench._factor(1 / 95.61, 1 / 47.47, 1 / 9.961) == "47x slower (10 to 96)"
+    assert bench._factor(0.8512, 1.0, 123.4) == "1.0x faster (0.85 to 123)"
 
 
 @pytest.mark.parametrize(

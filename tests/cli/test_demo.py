@@ -13,7 +13,7 @@ from sampling import in_full
 from scipy import fft, ndimage
 from typer.testing import CliRunner
 
-from fastkron_py.cli import demo
+from fastkron_py.cli import demo, picture
 from fastkron_py.cli.app import app
 
 
@@ -82,12 +82,24 @@ def test_a_wrong_result_fails_the_demo(runner: CliRunner, tmp_path: Path, monkey
     assert re.search(rf"wrong: .*{wrong}", result.output)
 
 
+def test_nan_fails_a_check() -> None:
+    assert not demo.Check("", "", float("nan"), 1.0).ok
+    assert demo.Check("", "", 0.0, 1e-12).ok
+
+
 def test_what_is_not_there_is_named(runner: CliRunner, tmp_path: Path) -> None:
     for option, value in (("--image", "nonesuch.png"), ("--device", "nonesuch"), ("--device", "cuda:99")):
         result = runner.invoke(app, ["demo", "--out", str(tmp_path / "demo.png"), option, value])
         assert result.exit_code == 1
         assert not (tmp_path / "demo.png").exists()
         assert value in result.output
+
+
+def test_a_picture_of_one_pixel_is_refused(runner: CliRunner, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "demo.png"), "--size", "1", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "size: expected at least 2 pixels a side; got 1 x 1" in result.output
+    assert demo.photograph("chelsea.png", 2).shape == (2, 2, 3)
 
 
 def test_what_is_no_picture_is_refused(runner: CliRunner, tmp_path: Path) -> None:
@@ -103,6 +115,22 @@ def test_what_is_no_picture_is_refused(runner: CliRunner, tmp_path: Path) -> Non
         assert "image: expected a picture that Pillow can read; got" in result.output
         assert name in result.output.replace("\n", "")
         assert isinstance(result.exception, SystemExit)
+
+
+def test_a_black_picture_passes_its_checks() -> None:
+    work = demo.Demo(np.zeros((4, 4, 3)), torch.device("cpu"))
+    work.blur()
+    work.compress()
+    work.walsh_hadamard()
+    assert all(check.ok for check in work.checks)
+
+
+def test_where_the_picture_goes(tmp_path: Path) -> None:
+    (tmp_path / "v1.5").mkdir()
+    assert picture.picture_file(tmp_path) == tmp_path / "demo.png"
+    assert picture.picture_file(tmp_path / "v1.5") == tmp_path / "v1.5" / "demo.png"
+    assert picture.picture_file(tmp_path / "new") == tmp_path / "new" / "demo.png"
+    assert picture.picture_file(tmp_path / "a.PDF") == tmp_path / "a.PDF"
 
 
 def test_an_impossible_out_is_refused_before_the_work(runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

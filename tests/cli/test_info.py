@@ -15,6 +15,7 @@ import fastkron_py
 from fastkron_py.cli import environment
 from fastkron_py.cli.app import app
 from fastkron_py.cli.environment import choice
+from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.runtime.backend import _gpu_obstacle
 from fastkron_py.runtime.checks import DTYPES
 from fastkron_py.runtime.device import gpu_of
@@ -110,3 +111,10 @@ def test_info_initialises_no_triton() -> None:
     code += "print('triton' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_bytes_and_seconds() -> None:
+    for count, text in ((0, "0 B"), (999, "999 B"), (1000, "1 kB"), (73.2e9, "73.2 GB"), (5e12, "5 TB"), (5e15, "5e+03 TB")):
+        assert bytes_text(count) == text
+    for seconds, text in ((2.5, "2.5 s"), (0.0125, "12.5 ms"), (3.1e-6, "3.1 us")):
+        assert seconds_text(seconds) == text

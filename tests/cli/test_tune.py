@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fastkron_py.cli.app import app
 from fastkron_py.cli.shapes import Shape, parse_shapes
 from fastkron_py.kron.tune import table
-from fastkron_py.kron.tune.table import TuningWarning
+from fastkron_py.kron.tune.table import TuningWarning, file_name
 
 
 @pytest.fixture
@@ -106,6 +106,35 @@ def test_list_and_clear(runner, tables):
     assert result.exit_code == 0, result.output
     assert "0 tuned" in result.output
     assert not tables.exists()
+
+
+def test_a_budget_without_end_is_refused(runner, tables):
+    for budget in ("inf", "nan"):
+        result = runner.invoke(app, ["tune", "--shapes", "4:4", "--budget", budget, *DEVICE_OPTION])
+        assert result.exit_code == 2
+        assert "--budget" in result.output
+        assert not tables.exists()
+
+
+def test_an_export_that_cannot_be_written(runner, tables, tmp_path):
+    """Said before the work; and where a file cannot be written in the end, too."""
+    assert table.merge(tables, [entry()])
+    (tmp_path / "file").write_text("")
+    result = runner.invoke(app, ["tune", "--shapes", "4:4^2", "--export", str(tmp_path / "file" / "folder"), *DEVICE_OPTION])
+    assert result.exit_code == 1
+    assert str(tmp_path / "file") in result.output
+    assert "Tuned" not in result.output
+    (tmp_path / "folder" / (file_name(HERE))).mkdir(parents=True)
+    with pytest.warns(TuningWarning, match="left as it was"):
+        result = runner.invoke(app, ["tune", "--export", str(tmp_path / "folder")])
+    assert result.exit_code == 1
+    assert "could be written" in result.output
+
+
+def test_an_empty_table_is_not_exported(runner, tables, tmp_path):
+    result = runner.invoke(app, ["tune", "--export", str(tmp_path / "folder")])
+    assert result.exit_code == 0
+    assert "the table is empty" in result.output
 
 
 def test_names_with_escapes_are_not_printed(runner, tables):

@@ -99,6 +99,45 @@ def test_a_decorated_coroutine() -> None:
     assert seen == [STOCK, STOCK]
 
 
+def test_a_decorated_generator() -> None:
+    ended: list[type] = []
+
+    @use_fastkron()
+    def decorated() -> Iterator[Any]:
+        try:
+            sent = yield made()
+            try:
+                yield made(), sent
+            except KeyError:
+                yield made(), "thrown"
+            return "returned"
+        finally:
+            ended.append(made())
+
+    steps: Any = decorated()
+    assert next(steps) is OURS
+    assert made() is STOCK  # between the steps
+    assert steps.send(3) == (OURS, 3)
+    assert steps.throw(KeyError()) == (OURS, "thrown")
+    with pytest.raises(StopIteration) as caught:
+        next(steps)
+    assert caught.value.value == "returned"
+    steps = decorated()
+    next(steps)
+    steps.close()
+    assert ended == [OURS, OURS]
+    assert made() is STOCK
+
+
+def test_a_decorated_asynchronous_generator_is_refused() -> None:
+    async def steps() -> Any:
+        yield made()
+
+    with pytest.raises(TypeError, match="function: expected no asynchronous generator: use a with block"):
+        use_fastkron()(steps)
+    assert made() is STOCK
+
+
 def test_other_threads_are_not_touched() -> None:
     inside, done = threading.Event(), threading.Event()
     seen: list[type] = []
@@ -130,6 +169,24 @@ def test_tasks_keep_what_was_in_force_when_they_began() -> None:
         return inside, made(), await task
 
     assert asyncio.run(main()) == (OURS, STOCK, OURS)
+
+
+def test_somebody_else_s_hook_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    with use_fastkron():
+        ours = KroneckerProductLinearOperator.__init__
+
+        def theirs(self: Any, *args: Any) -> None:
+            calls.append(1)
+            ours(self, *args)
+
+        KroneckerProductLinearOperator.__init__ = theirs
+    try:
+        assert made() is STOCK
+        assert KroneckerProductLinearOperator.__init__ is theirs
+        assert calls
+    finally:
+        KroneckerProductLinearOperator.__init__ = ORIGINALS[0]
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,14 @@ def test_a_second_time_changes_nothing() -> None:
     assert not any(isinstance(m, FastLoKr) for m in layers(model))
 
 
+def test_a_replaced_forward_is_left_alone() -> None:
+    model = made("low_rank")
+    layer = layers(model)[-1]
+    layer.forward = layer.forward
+    left = use_fastkron(model).left_alone
+    assert left["base_model.model.down"] == "its forward is another version's, or was replaced by another library"
+
+
 def test_switching_merging_and_several_adapters() -> None:
     model = made("low_rank").eval()
     x = operand()

@@ -162,6 +162,30 @@ def check_derivative(operator: KroneckerLinearOperator, reference: Tensor, dtype
                 assert_close(ours, theirs.double(), rms_tol=GRADIENT[dtype], max_tol=4 * GRADIENT[dtype])
 
 
+def test_parts_are_made_once_and_again_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr("fastkron_py.integrations.gpytorch.parts.toeplitz", lambda c, f=parts.toeplitz: made.append(1) or f(c))
+    column = torch.randn(4, dtype=torch.float64)
+    operator = KroneckerLinearOperator(ToeplitzLinearOperator(column), torch.eye(2, dtype=torch.float64))
+    x = torch.randn(8, 2, dtype=torch.float64)
+    operator._matmul(x), operator._t_matmul(x)
+    assert len(made) == 1
+    column.mul_(2)
+    assert_close(operator._matmul(x), reduce(kron, [dense(op) for op in operator.linear_ops]) @ x)
+    assert len(made) == 2
+
+
+def test_what_was_made_without_gradients_is_not_used_with_them() -> None:
+    column = torch.randn(4, requires_grad=True)
+    operator = KroneckerLinearOperator(ToeplitzLinearOperator(column), RootLinearOperator(torch.randn(3, 1, requires_grad=True)))
+    x = torch.randn(12, 2)
+    with torch.no_grad():
+        operator._matmul(x)
+    assert operator._matmul(x).requires_grad
+    operator.matmul(x).sum().backward()
+    assert column.grad is not None
+
+
 def positive(n: int) -> Tensor:
     a = torch.randn(n, n, dtype=torch.float64)
     return a @ a.mT + torch.eye(n, dtype=torch.float64)

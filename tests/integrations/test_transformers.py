@@ -274,6 +274,17 @@ def test_tied_weights() -> None:
         assert_close_model(gradient, gradients[name])
 
 
+def test_a_model_that_holds_its_patch_is_copied_and_saved() -> None:
+    model = tiny()
+    model.applied = apply_to_llama(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.applied.replaced == model.applied.replaced
+        assert_close(logits_of(twin), logits_of(model))
+        twin.applied.close()
+        assert not any(isinstance(m, GatedProjections) for m in mlps(twin))
+    assert_applied(model)
+
+
 def test_bad_arguments() -> None:
     calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: apply_to_llama("model"), TypeError, "model: expected a torch.nn.Module; got str"),  # type: ignore[arg-type]

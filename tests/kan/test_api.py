@@ -17,6 +17,7 @@ import fastkron_py
 from fastkron_py import poly_kan
 from fastkron_py.kan import config as tuning
 from fastkron_py.kan import launches, operands, program, torch_backend
+from fastkron_py.kan.api import own_bounds
 from fastkron_py.kan.bases.table import table_error_bound
 from fastkron_py.kan.config import Split, Tile
 from fastkron_py.kan.problem import Stored, stored
@@ -222,6 +223,13 @@ def test_normalizes_before_rounding(generator: torch.Generator) -> None:
                 y = poly_kan(x, c, normalization=normalization)
             c = c.bfloat16()
         assert_close(y, poly_kan(x.double(), c.double(), normalization=normalization), steps=3)
+
+
+def test_bounds_leave_nan_and_infinities_out() -> None:
+    x = torch.tensor([[1.0, math.nan], [3.0, 2.0], [-1.0, 5.0], [math.inf, -math.inf]])
+    low, high = own_bounds(x)
+    assert low.tolist() == [-1.0, 2.0]
+    assert high.tolist() == [3.0, 5.0]
 
 
 def test_table(backend_name: str, device: torch.device, generator: torch.Generator) -> None:

@@ -93,6 +93,18 @@ def test_tables_and_normalisations(normalization: str, table_size: int, by_gemm:
     assert_close(dx, exact(x, c, dy, layer), rms_tol=2e-3, max_tol=1.6e-2)
 
 
+def test_nan_and_infinity_stay_in_their_places(by_gemm: list[Any], generator: torch.Generator) -> None:
+    """A NaN of x is its own element's, one of dy its row's, one of a coefficient its input's."""
+    x, c, dy = problem(40, 40, 24, 5, torch.float32, torch.device("cpu"), generator)
+    x[3, 7], dy[5, 2], c[2, 9, 11], x[8, 8] = float("nan"), float("nan"), float("nan"), float("inf")
+    dx = input_gradient(dy, x, c, config_of("chebyshev", 5), "high")
+    wrong = torch.zeros(40, 40, dtype=torch.bool)
+    wrong[3, 7] = wrong[5] = wrong[:, 11] = True
+    assert torch.equal(dx.isnan(), wrong)
+    assert float(dx[8, 8]) == 0.0
+    assert len(by_gemm) == 1
+
+
 def test_what_other_kernels_keep(by_gemm: list[Any], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three passes, float64, rows that the copy engine does not take, few degrees, many, and devices other than Hopper's."""
 

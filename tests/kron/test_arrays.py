@@ -116,6 +116,12 @@ def test_results_share_the_tensors_memory_and_outlive_it():
     assert a.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_a_view_keeps_a_read_only_array_alive():
+    t = arrays.find_bridge([np.zeros(1)], ["x"]).load(read_only(np.arange(1000.0)), "x")
+    gc.collect()
+    assert t.sum() == 499500
+
+
 def test_subclasses_mean_something_and_are_refused(recwarn):
     for a in (np.matrix(np.eye(4)), np.ma.masked_array(np.eye(4), mask=np.eye(4) > 0), np.eye(4).view(np.recarray)):
         with pytest.raises(TypeError, match=r"factors\[0\]: expected a plain numpy.ndarray; got numpy\."):

@@ -124,6 +124,21 @@ def test_refusals() -> None:
             call()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [None, True], ids=str)
+def test_compiled_for_lengths_that_change(dynamic: bool | None, device: torch.device) -> None:
+    """Also of a scale with a gradient; a graph is one of its length."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, scale: hadamard(x, scale=scale), dynamic=dynamic, fullgraph=True, backend="aot_eager")
+    for rows, n in ((3, 16), (4, 16), (3, 24), (5, 32)):
+        x = torch.randn(rows, n, dtype=torch.float64, device=device)
+        wanted = x @ matrix(n).to(device)
+        torch.testing.assert_close(compiled(x, 1.0), wanted, rtol=0, atol=1e-12)
+        scale = torch.tensor(2.0, dtype=torch.float64, device=device, requires_grad=True)
+        compiled(x, scale).sum().backward()
+        torch.testing.assert_close(scale.grad, wanted.sum(), rtol=0, atol=1e-10)
+
+
 def test_out(device: torch.device) -> None:
     """The result is written to a tensor, of any strides, which may be x or overlap it."""
     for n in [16, 24]:

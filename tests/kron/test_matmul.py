@@ -300,3 +300,13 @@ def test_same_bits_twice(case: Case, backend_name: str, device: torch.device, ge
 
 
 # ---- the comparison can fail ---------------------------------------------------------------------
+
+
+def test_z_is_not_read_where_beta_is_0():
+    """As in BLAS: a buffer of any content may be given."""
+    x, factors = torch.randn(5, 6), [torch.randn(2, 3), torch.randn(3, 2)]
+    z = torch.full((5, 6), float("nan"), requires_grad=True)
+    y = kron_matmul(x, factors, beta=0, z=z)
+    assert torch.equal(y, kron_matmul(x, factors))
+    assert not y.requires_grad
+    assert kron_matmul(x, factors, beta=torch.tensor(0.0), z=z).isnan().all()  # a tensor's value is not looked at

@@ -10,7 +10,7 @@ import torch
 
 import fastkron_py
 from fastkron_py import reference
-from fastkron_py.kron import torch_backend
+from fastkron_py.kron import multiply, torch_backend
 from fastkron_py.runtime import gpu, torch_internals
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import cpu_costs, torch_products
@@ -118,6 +118,22 @@ def test_long_sums_round_as_float32_does(taken):
     _, (found,) = torch_backend.backward(g[None, ..., None], x[None, ..., None], [f.detach()[None]], 1.0, False, [True])
     assert_close(found[0], x.double().T @ g.double(), magnitude=x.double().abs().T @ g.double().abs())
     assert taken
+
+
+def test_one_factor_in_the_precision_that_is_asked_for(monkeypatch):
+    """Whatever torch's setting for the process is."""
+    asked, products = [], multiply.torch_products
+
+    def noted(x, precision):
+        asked.append(precision)
+        return products(x, precision)
+
+    monkeypatch.setattr(multiply, "torch_products", noted)
+    for left in (False, True):
+        x, f = torch.randn(8, 8), torch.randn(8, 8)
+        y = fastkron_py.kron_matmul_left([f], x, precision="highest") if left else fastkron_py.kron_matmul(x, [f], precision="highest")
+        assert_close(y, f.double() @ x.double() if left else x.double() @ f.double())
+    assert asked == ["highest"] * 2
 
 
 def test_the_model():

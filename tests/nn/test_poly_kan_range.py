@@ -17,6 +17,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fastkron_py import poly_kan
+from fastkron_py.kan import running_range
+from fastkron_py.kan.running_range import Calls
 from fastkron_py.nn import KAN, PolyKANConv2d, PolyKANLinear, SplineKANLinear
 from fastkron_py.testing import assert_close
 
@@ -149,6 +151,24 @@ def test_one_graph_for_layers_of_one_kind() -> None:
         assert torch.equal(compiled(layer, x), eager(x))
         assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), eager.buffers(), strict=True))
     assert counter.frame_count == 2  # of the first momentum, and of any
+
+
+def test_how_many_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond them the nearest are taken."""
+    for most, most_bytes, kept in [(150, 2**20, 150), (4096, 128 * 100 + 1, 100), (4096, 1, 64), (4096, 2**20, 170)]:
+        monkeypatch.setattr(running_range, "MOST_CALLS", most)
+        monkeypatch.setattr(running_range, "MOST_BYTES", most_bytes)
+        calls = Calls()
+        own = torch.randn(170, 2, 4, dtype=torch.float64).cumsum(0)
+        running = torch.tensor([[-1.0], [3.0]], dtype=torch.float64).expand(2, 4)
+        given = [calls.follow(t, running, 0.5)[0] for t in own]
+        with monkeypatch.context() as second:
+            second.setattr(running_range, "is_second_run", lambda: True)
+            for age in (1, kept // 2, kept):
+                bounds, after = calls.follow(own[-age], running, 0.5)
+                assert torch.equal(bounds, given[-age])
+                assert torch.equal(after, running)
+            assert torch.equal(calls.follow(own[0], running, 0.5)[0], given[0]) == (kept == len(own))
 
 
 def test_gradients_of_many_calls_in_checkpoints() -> None:

@@ -72,6 +72,14 @@ def test_fit(version: str, device: torch.device) -> None:
     assert float((y.detach().cpu() - x.cos()[:, None]).abs().max()) <= error + 2e-6
 
 
+def test_version_d_is_noisy_while_training_only(device: torch.device) -> None:
+    act = GroupRational(8, 2, version="D", noise=0.5, device=device)
+    x = torch.ones(3, 8, device=device)
+    assert not torch.equal(act(x), act(x))
+    act.eval()
+    assert torch.equal(act(x), act(x))
+
+
 def test_reset_and_repr() -> None:
     act = GroupRational(8, 2, init="relu", share_numerator=True)
     before = {k: v.clone() for k, v in act.state_dict().items()}

@@ -1,4 +1,4 @@
-"""torch.export and its files, of layers that keep a range, and of Kronecker products as operators."""
+"""torch.jit.trace, torch.export and its files, of layers whose eager calls save more or keep a range, and of Kronecker products."""
 
 from __future__ import annotations
 
@@ -10,12 +10,42 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py import KroneckerProduct
-from fastkron_py.nn import KAN, PolyKANLinear
+from fastkron_py.nn import KAN, GatedMLP, LoKrLinear, PolyKANLinear
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
+
+
+TRACED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "lokr of a vector": (lambda: LoKrLinear.from_linear(nn.Linear(8, 12, bias=False), 2), (8,)),
+    "gated, recomputed": (lambda: GatedMLP(8, 12, backward="recompute"), (5, 8)),
+    "gated, in a model": (lambda: nn.Sequential(nn.Tanh(), GatedMLP(8, 12, layout="stacked")), (2, 3, 8)),
+    "kan": (lambda: PolyKANLinear(8, 4, 3, basis="bspline"), (5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_torch_traces_the_same_twice(name: str) -> None:
+    """It traces again without gradients, and compares the graphs."""
+    for trains in [True, False]:
+        make, shape = TRACED[name]
+        layer, x = make(), torch.randn(shape)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.copy_(torch.randn_like(parameter))
+        layer(x)
+        layer.eval()
+        with torch.set_grad_enabled(trains):
+            traced = torch.jit.trace(layer, (x,))
+        others = torch.randn(shape)
+        torch.testing.assert_close(traced(others), layer(others), rtol=1e-5, atol=1e-5)
+        wanted, found = (
+            torch.autograd.grad(module(others).square().sum(), [p for p in module.parameters() if p.requires_grad])
+            for module in (layer, traced)
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 EXPORTED: dict[str, Callable[[], nn.Module]] = {

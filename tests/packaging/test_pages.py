@@ -117,6 +117,15 @@ def test_a_notebook(notebook: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_a_page_whose_packages_or_file_are_missing_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.find_spec", lambda name: None)
+    with pytest.raises(pytest.skip.Exception, match=r"not installed: gpytorch, peft"):
+        run_code("import torch\nfrom fastkron_py.integrations.gpytorch import use_fastkron\nif True:\n    import peft\n")
+    assert "no_such_package" in run_code("import no_such_package").stderr  # of no extra: the page is wrong
+    with pytest.raises(pytest.skip.Exception, match=r"guides/no_such_page.md is not here"):
+        text("guides/no_such_page.md")
+
+
 def test_the_readme_is_short() -> None:
     lines = text(str(README)).splitlines()
     assert len(lines) <= 150

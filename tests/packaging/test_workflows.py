@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ def test_the_matrix_is_what_the_metadata_say() -> None:
     assert project["requires-python"] == f">={named[0]}"
     (oldest,) = (re.fullmatch(r"torch>=([\d.]+)", d)[1] for d in project["dependencies"] if d.startswith("torch"))  # type: ignore[index]
     assert f"make test PYTHON=python TORCH={oldest}.0" in [step.get("run") for step in found["oldest"]["steps"]]
+
+
+def test_pins_fit_each_other() -> None:
+    """A build of torch for CUDA depends on one version of Triton; a build for CPUs, which does not, may be installed here."""
+    pins = dict(re.findall(r"^(torch|triton)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    asked = [r for r in requires("torch") or [] if re.match(r"triton\b", r)]
+    if not asked or version("torch").partition("+")[0] != pins["torch"]:
+        pytest.skip("the installed torch is not the pinned build for CUDA")
+    assert [re.match(r"triton==([\d.]+)", r)[1] for r in asked] == [pins["triton"]]  # type: ignore[index]
 
 
 def test_users_need_no_constraints() -> None:

@@ -17,7 +17,10 @@ from fastkron_py import reference
 from fastkron_py.nn import GRKAN
 from fastkron_py.rational import operator_linear_rational as operator
 from fastkron_py.rational.api import linear_rational
+from fastkron_py.rational.config_linear import fuses, linear_tile
+from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.runtime.program import Program
+from fastkron_py.tiling.gemm_config import GemmSizes
 
 # The interpreter cuts bfloat16 off.
 TOLERANCES = {torch.float32: (3e-6, 3e-5), torch.bfloat16: (8e-3, 3e-2), torch.float16: (1e-3, 4e-3)}
@@ -199,3 +202,16 @@ def test_grkan(fused: Fused, device: torch.device) -> None:
     layer.fc1 = nn.Sequential(layer.fc1)  # type: ignore[assignment]
     torch.testing.assert_close(layer(x), y, rtol=1e-5, atol=1e-5)
     assert fused.kept == [True]
+
+
+def test_which_linear_layers_are_fused() -> None:
+    """Large products hide no more than they did, and what takes less time than the fused call's Python gains nothing."""
+    kat_t, kat_b, wide = (512 * 197, 768, 192), (128 * 197, 3072, 768), (16384, 16384, 4096)
+    assert not fuses(*kat_t, 2, True, HOPPER)
+    assert fuses(*kat_b, 2, False, HOPPER)
+    assert not fuses(*wide, 2, False, HOPPER)
+    tile = linear_tile(GemmSizes(*kat_b, 2, 1, 2, False, HOPPER, True), True)
+    assert tile.programs == 2
+    assert 768 // 8 % (tile.block_n // tile.parts) == 0  # pieces of KAT-T's tiles lie within a group
+    assert linear_tile(GemmSizes(64, 32, 768, 2, 1, 2, False, HOPPER, True), True).block_n <= 64
+    assert linear_tile(GemmSizes(*kat_b, 2, 1, 2, False, HOPPER, False), False).programs == 1  # by pointers

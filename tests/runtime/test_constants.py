@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.linalg import hadamard as sylvester
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastkron_py import hadamard
@@ -81,6 +81,18 @@ def check_the_next_call(call: Callable[[], Tensor], wanted: Callable[[], Tensor]
     assert not found.is_inference()
     torch.testing.assert_close(found, wanted(), rtol=0, atol=1e-12)
     MODES[mode](call)  # and what was made outside serves inside
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_of_the_mode_in_it(name: str) -> None:
+    """A fake mode takes no real tensors beside its own."""
+    call, _ = MADE[name]
+    call()
+    with FakeTensorMode(allow_non_fake_inputs=name == "hadamard"):
+        assert isinstance(call(), FakeTensor)
+    with FakeTensorMode():
+        assert isinstance(hadamard(torch.empty(2, 16)), FakeTensor)
+        assert hadamard(torch.empty(2, 24, device="cuda")).device.type == "cuda"  # with a GPU or without
 
 
 def test_an_error_in_making_is_raised() -> None:

@@ -33,6 +33,18 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 OF_TORCH = ("gated_linear", "poly_kan")  # in transforms made of torch's own operations
 
 
+def test_writes_in_place() -> None:
+    """What functionalize is for."""
+
+    def call(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[:, :2] = 0
+        return kron_matmul(y.mul_(2), FACTORS)
+
+    x = torch.randn(6, 12, dtype=torch.float64)
+    torch.testing.assert_close(functionalize(call)(x), call(x), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_beside_another_transform(name: str) -> None:
     """It works, or raises; the operator of torch's dispatcher would lose a tangent."""

@@ -18,6 +18,7 @@ from fastkron_py.functional import gated_mlp
 from fastkron_py.rational.api import linear_rational
 from fastkron_py.rational.api_layer_norm import layer_norm_rational
 from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.runtime.batching import batchable_one_by_one
 
 # torch itself scripts some decompositions when forward mode is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -85,3 +86,24 @@ def test_vectorized_jacobian_and_hessian(name: str, device: torch.device) -> Non
     for strategy in ("reverse-mode", "forward-mode"):
         assert_same(jacobian(lambda *t: function(*t).sin(), tensors, vectorize=True, strategy=strategy), one)
         assert_same(hessian(loss, tensors, vectorize=True, outer_jacobian_strategy=strategy), two)
+
+
+def test_rules_one_by_one(device: torch.device) -> None:
+    """Rules that torch.func cannot transform: here one that changes a tensor in place."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, s: Tensor, unused: Tensor) -> Tensor:
+            ctx.save_for_backward(x, s)
+            return x * s
+
+        @staticmethod
+        @batchable_one_by_one
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+            x, s = ctx.saved_tensors
+            dx = torch.empty_like(x)
+            dx.copy_(dy * s)
+            return dx, dy * x, None
+
+    tensors = [torch.randn(4, dtype=torch.float64, device=device, requires_grad=True) for _ in range(3)]
+    assert_batches(Scaled.apply(*tensors), tensors[:2])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from rank_pool import RankPool
 
 from fastkron_py.distributed import CollectiveError, ProcessGrid
 from fastkron_py.distributed.group.agreement import agree
-from fastkron_py.distributed.group.barrier import FOLDER
+from fastkron_py.distributed.group.barrier import FOLDER, NUMBERS, Barrier, _opened, _size, open_barrier
 
 pytestmark = pytest.mark.skipif(not Path(FOLDER).is_dir(), reason="no shared memory to hold a barrier")
 
@@ -48,6 +50,19 @@ def many_posts(transport):
 @pytest.mark.parametrize("transport", ["barrier", "gloo"])
 def test_numbers_of_all_ranks(ranks: RankPool, transport: str) -> None:
     ranks.run(many_posts, transport)
+
+
+def nothing_stays():
+    with over("barrier") as grid:
+        descriptor = grid.control._barrier._descriptor
+        return os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_mode & 0o777
+
+
+def test_the_file_has_no_name_and_is_the_owners(ranks: RankPool) -> None:
+    for name, mode in ranks.run(nothing_stays):
+        assert name.startswith(f"{FOLDER}/fastkron_py-")
+        assert name.endswith("(deleted)")
+        assert mode == 0o600
 
 
 def lose(transport, how):
@@ -89,6 +104,54 @@ def test_the_last_post_of_a_rank_counts(own_ranks: RankPool) -> None:
     assert [o.value for o in own_ranks.outcomes(leave_after_an_entry, expect_dead=[3])] == [[7] * 4] * 3
 
 
+@pytest.fixture
+def file() -> tuple[int, str]:
+    descriptor, path = tempfile.mkstemp(prefix="fastkron_py-", dir=FOLDER)
+    os.ftruncate(descriptor, _size(1))
+    yield descriptor, path
+    Path(path).unlink(missing_ok=True)
+
+
+def test_an_entry_that_is_half_there_is_not_read(file: tuple[int, str]) -> None:
+    barrier = Barrier(file[0], 0, [0], 1.0)
+    numbers = list(range(NUMBERS))
+    assert barrier.tell(numbers).wait() == [numbers]
+    assert barrier._read(0, 1) == numbers
+    assert barrier._read(0, 2) is None
+    barrier._words[barrier._at(0, 1) + 3] = 7
+    assert barrier._read(0, 1) is None
+
+
+def test_another_file_is_refused(file: tuple[int, str]) -> None:
+    name = Path(file[1]).name
+    opened = _opened(name, _size(1))
+    assert opened is not None
+    os.close(opened)
+    assert _opened(name, _size(2)) is None
+    assert _opened("../" + name, _size(1)) is None
+    assert _opened(name[:-1] + ("a" if name[-1] != "a" else "b"), _size(1)) is None
+    link = Path(FOLDER) / f"fastkron_py-{random.Random().randrange(10**8):08d}"
+    link.symlink_to(file[1])
+    try:
+        assert _opened(link.name, _size(1)) is None
+    finally:
+        link.unlink()
+    os.close(file[0])
+
+
+def without_memory():
+    """A file system that is full, on the rank that makes the file."""
+    group, full = ProcessGrid().control, OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "posix_fallocate", side_effect=full):
+        return open_barrier(group.gathered, dist.get_rank(), group.ranks, 5.0)
+
+
+def test_full_shared_memory_leaves_it_to_gloo(ranks: RankPool) -> None:
+    before = set(Path(FOLDER).glob("fastkron_py-*"))
+    assert ranks.run(without_memory) == [None] * ranks.world_size
+    assert set(Path(FOLDER).glob("fastkron_py-*")) <= before
+
+
 def come_late(folder):
     """Rank 1 comes when the others have given it up, whose entries are there. All try again."""
     with over("barrier") as grid:
@@ -114,3 +177,14 @@ def test_a_rank_that_comes_late(tmp_path: Path) -> None:
     for messages in found:
         assert len(messages) == 4
         assert {m.partition("(")[2] for m in messages[2:]} == {messages[1].partition("(")[2]}  # no longer with each retry
+
+
+def without_locks():
+    """A system on which one rank does not see the others' locks."""
+    group = ProcessGrid().control
+    with mock.patch("fastkron_py.distributed.group.barrier._is_locked", return_value=dist.get_rank() != 1):
+        return open_barrier(group.gathered, dist.get_rank(), group.ranks, 5.0)
+
+
+def test_locks_that_do_not_show_leave_it_to_gloo(ranks: RankPool) -> None:
+    assert ranks.run(without_locks) == [None] * ranks.world_size

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from rank_pool import RankPool, assert_refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -101,6 +101,14 @@ def test_versions_that_differ(ranks: RankPool) -> None:
     for outcome in ranks.outcomes(versions):
         assert outcome.error == "ValueError"
         assert outcome.message == f'version of fastkron_py: expected the same on every rank; got "0.0" on {others}; "0.1" on rank 1'
+
+
+def of_a_mesh_and_private():
+    ProcessGrid(ProcessGrid().mesh, private=True)
+
+
+def test_a_mesh_brings_its_groups(ranks: RankPool) -> None:
+    assert_refused(ranks.outcomes(of_a_mesh_and_private), "ValueError", "private: expected False with a mesh, whose groups are used")
 
 
 def over_another_of_two():

@@ -11,7 +11,7 @@ from products import block, grid_for, multiply, planned, single
 from rank_pool import RankPool
 from torch.autograd import forward_ad
 
-from fastkron_py.distributed import KroneckerSum, ProcessGrid, kron_matmul
+from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid, kron_matmul
 
 SIZES = ((4, 4), (2, 2), (4, 4))
 PLANS = {"stages": (2, 1), "whole rows": "rows"}
@@ -139,3 +139,16 @@ def test_batches_of_gradients_are_not_summed(ranks: RankPool) -> None:
     for outcome in ranks.outcomes(batched_sum):
         assert outcome.error == "NotImplementedError", outcome.trace
         assert outcome.message.startswith("sum of the factors' gradients")
+
+
+def under_a_level():
+    """Operators of plain tensors, while a forward-mode level is open."""
+    grid = ProcessGrid((dist.get_world_size(), 1))
+    K = KroneckerProduct([2 * torch.eye(4, dtype=torch.float64, device=grid.device)] * 2, grid=grid)
+    b = block(torch.ones(16, 1, dtype=torch.float64), grid)
+    with forward_ad.dual_level():
+        torch.testing.assert_close(K.add_diagonal(1.0).solve(b), b / 5)
+
+
+def test_plain_tensors_under_a_forward_mode_level(ranks: RankPool) -> None:
+    ranks.run(under_a_level)

@@ -362,3 +362,8 @@ def test_large_products_are_never_built(device):
     near(a.logdet(), (k.eigvalsh() + 0.1).log().sum())
     a = k.add_diagonal(noise)
     near(a @ a.solve(b, tolerance=1e-12), b)  # single elements err by 20 times the mean
+
+
+def test_direct_solves_warn_of_nothing():
+    """A warning would be an error here."""
+    KroneckerProduct([torch.eye(2)] * 2).add_diagonal(1.0).solve(torch.ones(4), tolerance=0)
