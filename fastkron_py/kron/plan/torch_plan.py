@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from fastkron_py.tiling.cpu_costs import CALL, ONEDNN_TERMS, VECTOR, Mode, Rates, first_time, last_time, onednn_time, work_time
+from fastkron_py.tiling.cpu_costs import CALL, ONEDNN_TERMS, Mode, Rates, first_time, last_time, onednn_time, work_time
 
 TINY: Final = 400  # multiply-adds of a matrix, below which torch has a loop of its own
 TINY_MULTIPLY_ADD: Final = 1.0
@@ -22,7 +22,6 @@ HALF_BATCH: Final = 10e3  # more for a batch of products of half types, whose tr
 PARTIAL: Final = 0.2  # an element of a batch of gradients that are summed
 PARTIAL_FAR: Final = 1.0  # the same, where they leave the cache
 CACHED: Final = 1 << 20  # elements
-NARROW_SUM: Final = 0.88  # an element of [n, P]^T @ [n, Q], both narrow: of the narrower one
 COPY: Final = 0.12  # an element copied
 HALF_COPY: Final = 0.25  # the same of half types, in products of these
 COPY_RUN: Final = 1.1  # more, over the number of elements that stay side by side
@@ -170,8 +169,6 @@ def _gradient_ways(mode: Mode, rates: Rates) -> tuple[float, float]:
     if rates.onednn:
         block = Mode(1, min(count * tail, ONEDNN_TERMS), q, p)
         one = min(one, onednn_time(block, tail > 1, rates) * max(1, count * tail // ONEDNN_TERMS))
-    if tail == 1 and max(p, q) < VECTOR and rates.scale >= 1:
-        one = rates.call + NARROW_SUM * count * min(p, q)
     if count == 1 or tail == 1:
         return math.inf, one
     partial = PARTIAL if count * p * q < CACHED else PARTIAL_FAR
