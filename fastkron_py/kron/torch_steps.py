@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +86,7 @@ def small_multiply(small: Small) -> Callable[..., Tensor]:
         if rotates and columns > 1:
             y = y.reshape(rows, -1, columns).mT
         for first, last, multiply_mode in steps:
-            f = factors[first] if last == first + 1 else multiplied_out([f[None] for f in factors[first:last]])[0]
+            f = factors[first] if last == first + 1 else multiplied_out(factors[first:last])
             y = multiply_mode(y, f)
         if rotates and rows > 1:
             y = y.reshape(-1, rows, columns).transpose(0, 1)  # of three dimensions, which all threads copy, up to 9 times faster
@@ -175,14 +175,13 @@ SUM_BLOCK = 1024  # terms
 
 
 def multiplied_out(factors: Sequence[Tensor]) -> Tensor:
-    """Kronecker product of ``[B, P_i, Q_i]``."""
-    product = factors[0]
-    for f in factors[1:]:
-        groups, p, q = product.shape
-        r, s = f.shape[1:]
-        pairs = product.reshape(groups, p, 1, q, 1) * f.reshape(groups, 1, r, 1, s)
-        product = pairs.reshape(groups, p * r, q * s)
-    return product
+    """Kronecker product of ``[*batch_i, P_i, Q_i]``, whose batches broadcast."""
+
+    def pair(a: Tensor, b: Tensor) -> Tensor:
+        product = a.unsqueeze(-2).unsqueeze(-1) * b.unsqueeze(-2).unsqueeze(-4)
+        return product.reshape(*product.shape[:-4], a.shape[-2] * b.shape[-2], a.shape[-1] * b.shape[-1])
+
+    return reduce(pair, factors)
 
 
 def split(total: Tensor, factors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
