@@ -18,7 +18,8 @@ from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Program
-from fastkron_py.tiling.torch_products import add_product, column_sums, linear, product, transposed_product
+from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS
+from fastkron_py.tiling.torch_products import add_product, column_sums, has_onednn, linear, product
 
 COUNT: Final = 6  # tensors of a layer
 
@@ -202,19 +203,19 @@ class _Backward(NamedTuple):
             dgated = dy if down is None else self._product(product, (dy, down), (len(dy), down.shape[1]))
             d, y = self._pair_gradients(dgated, need_down)
             if y is not None:
-                ddown = self._product(transposed_product, (dy, y), down.shape)
+                ddown = self._product(_transposed_product, (dy, y), down.shape)
             first, second = (d, d) if gate is None else d.chunk(2, 1)
             if need_x and gate is None:
                 dx = self._product(_product_of_rows, (first, weight), x.shape)
             elif need_x:
                 dx = self._product(_sum_of_products, (first, weight, second, gate), x.shape)
             shape = first.shape[1], x.shape[1]
-            dweight = self._product(transposed_product, (first, x), shape) if need_weight else None
-            dgate = self._product(transposed_product, (second, x), shape) if need_gate else None
+            dweight = self._product(_transposed_product, (first, x), shape) if need_weight else None
+            dgate = self._product(_transposed_product, (second, x), shape) if need_gate else None
             dbias = self._column_sums(d) if need_bias else None
         elif need_down:
             y, _ = _add_forward(self.build, self.tensors[:4], self.options, self.by_triton, False)
-            ddown = self._product(transposed_product, (dy, y), down.shape)
+            ddown = self._product(_transposed_product, (dy, y), down.shape)
         return [dx, dweight, dgate, dbias, ddown, self._column_sums(dy) if need_down_bias else None]
 
     def _pair_gradients(self, dy: Tensor, again: bool) -> tuple[Tensor, Tensor | None]:
@@ -253,4 +254,14 @@ def _product_of_rows(t: Tensor, weight: Tensor) -> Tensor:
 def _sum_of_products(t: Tensor, weight: Tensor, u: Tensor, gate: Tensor) -> Tensor:
     total = product(t, weight)
     add_product(total, u, gate)
+    return total
+
+
+def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a [M, I]^T @ b [M, J]``, the same; oneDNN's sums over many rows are cut, since they round more than BLAS's."""
+    if a.shape[0] <= ONEDNN_TERMS or not has_onednn(a) or a.dtype != torch.float32:
+        return product(a.mT, b)
+    total = a.new_zeros(a.shape[1], b.shape[1])
+    for u, v in zip(a.split(ONEDNN_TERMS), b.split(ONEDNN_TERMS), strict=True):
+        add_product(total, u.mT, v)
     return total

@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkron_py.kan.kernels.constant import _column_sums_kernel, _constant_kernel, _spread_sums_kernel
+from fastkron_py.kan.kernels.operands import _low_halves_kernel, _transpose_both_kernel, _transpose_kernel
 from fastkron_py.kan.layer_config import wide
 from fastkron_py.kan.problem import whole_vectors
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.tiling.products import _low_halves_kernel, _transpose_both_kernel, _transpose_kernel
 
 _TILE: Final = 64  # rows and columns of a tile that is transposed
 _LOW_BLOCK: Final = 1024

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.kron import torch_backend, torch_steps
 from fastkron_py.kron.canonical import PLAIN, Canonical, Scale, add_scaling, canonical
 from fastkron_py.kron.checks import result_shape
-from fastkron_py.kron.plan.torch_plan import Problem, differentiable_plan
+from fastkron_py.kron.plan.torch_plan import Problem
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.checks import HALF_DTYPES
@@ -268,8 +268,7 @@ def small_product(
     if not (is_one_product or torch_steps.is_small(problem)):
         return None
     dtype = torch.float32 if x.dtype in HALF_DTYPES and not in_half else x.dtype
-    small = torch_steps.Small(differentiable_plan(problem).steps, shape, rows, columns, dtype, left)
-    multiply_small = torch_steps.small_multiply(small, count)
+    multiply_small = torch_steps.small_multiply(torch_steps.Small(problem, shape, dtype, left))
 
     def multiply(x: Tensor, *given: Any) -> Tensor:
         factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]

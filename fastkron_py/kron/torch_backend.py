@@ -1,9 +1,9 @@
 """Kronecker multiplies with torch's own operations: CPUs and other devices.
 
-Each factor multiplies its own mode, mostly in place, ``[A, P, C] -> [A, Q, C]``, as one batched matrix
-product, so the large operand is not transposed. Rows are taken in chunks that stay in cache while
-every factor passes over them, and neighbouring factors too small for a matrix product to be fast are
-multiplied out first (`plan`). docs/how_it_works/cpu.md explains the choices.
+Each factor multiplies its own mode in place, ``[A, P, C] -> [A, Q, C]``, as one batched matrix product, so the large operand is not
+transposed; or modes rotate, ``[n, P] -> [Q, n]``, as one plain product, and the result is transposed once. Rows are taken in chunks that
+stay in cache while every factor passes over them, and neighbouring factors too small for a matrix product to be fast are multiplied out
+first (`plan`). docs/how_it_works/cpu.md explains the choices.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.matmul import PLAIN, Epilogue
-from fastkron_py.kron.plan.torch_plan import AS_IT_IS, COLUMNS, IN_PLACE, ROWS, Plan, Problem, Step, differentiable_plan, plan
+from fastkron_py.kron.plan.torch_plan import Plan, Problem, Step, plan
 from fastkron_py.kron.torch_steps import (
     Small,
     is_small,
     matrix_gradient,
     multiplied_out,
+    multiply_rotating,
     multiply_small_groups,
     multiply_step,
     ready,
@@ -31,7 +32,7 @@ from fastkron_py.kron.torch_steps import (
 )
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.tiling.cpu_costs import VECTOR
-from fastkron_py.tiling.torch_products import by_onednn, has_onednn, sum_dtype, threads
+from fastkron_py.tiling.torch_products import has_onednn, sum_dtype, threads
 
 
 def _matrices(factors: Sequence[Tensor], steps: Sequence[Step], dtype: torch.dtype) -> list[Tensor]:
@@ -55,21 +56,6 @@ def _plan_for(x: Tensor, factors: Sequence[Tensor], backward: bool = False) -> t
     return plan(problem), torch.float32 if x.dtype in HALF_DTYPES else x.dtype
 
 
-def _laid_out(t: Tensor, layout: str) -> Tensor:
-    """A chunk ``[G, L, K, R]`` in the layout of a plan."""
-    groups, rows, k, columns = t.shape
-    if layout == ROWS:
-        return t.transpose(2, 3).reshape(groups, rows * columns, k, 1)
-    return t if layout == AS_IT_IS else t.transpose(1, 2).reshape(groups, 1, k, rows * columns)
-
-
-def _target(t: Tensor, layout: str) -> Tensor:
-    """A chunk of a result ``[G, L, N, R]``, permuted so that its elements have the order that they have in the layout."""
-    if layout == ROWS:
-        return t.transpose(2, 3)
-    return t.transpose(1, 2) if layout == COLUMNS else t
-
-
 def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
     """``alpha * x (F1 (x) ... (x) FN) + beta * z``.
 
@@ -89,19 +75,16 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
         if x.dtype not in HALF_DTYPES and is_small(problem):
             if groups > 1:
                 return multiply_small_groups(x, factors, z, alpha, beta)
-            steps = differentiable_plan(problem).steps
-            small = Small(steps, (1, length, n, columns), length, columns, x.dtype)
-            return small_multiply(small, len(factors))(x, [f[0] for f in factors], z, alpha, beta)
+            small = Small(problem._replace(rows=length), (1, length, n, columns), x.dtype)
+            return small_multiply(small)(x, [f[0] for f in factors], z, alpha, beta)
         chosen, dtype = _plan_for(x, factors)
-        layout = chosen.layout
         matrices = _matrices(factors, chosen.steps, dtype)
         y = x.new_empty(groups, length, n, columns)
         scratch = Scratch(x, dtype)
+        run = _rotate if chosen.rotates else _run
         for chunk in chunks(x, chosen, dtype):
-            part = None if z is None else _laid_out(chunk.of(z).to(dtype), layout)
-            run = _rotate if chosen.rotates else _run
-            parts = [_select(m, chunk) for m in matrices]
-            run(_laid_out(chunk.of(x), layout), parts, chosen.steps, _target(chunk.of(y), layout), scratch, Epilogue(alpha, beta, part))
+            part = None if z is None else chunk.of(z).to(dtype)
+            run(chunk.of(x), [_select(m, chunk) for m in matrices], chosen.steps, chunk.of(y), scratch, Epilogue(alpha, beta, part))
         return y
 
 
@@ -126,13 +109,13 @@ def _select(matrix: Tensor, chunk: Chunk) -> Tensor:
 
 
 def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: Tensor, scratch: Scratch, epilogue: Epilogue) -> None:
-    """All steps on one chunk, the last straight into y where its dtype and strides allow it.
+    """All steps on one chunk in place, the last straight into y where its dtype and strides allow it.
 
     Args:
         source: ``[G, L, K, R]``.
         matrices: ``[G or 1, P, Q]`` of each step.
         steps: their places.
-        y: ``[G, L, N, R]``, or as many elements in the same order.
+        y: ``[G, L, N, R]``.
         scratch: for intermediates.
         epilogue: applied to the result.
     """
@@ -143,46 +126,37 @@ def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: T
         out = y.view(shape) if direct else scratch.take(i % 2, shape)
         source = multiply_step(source, matrix, step, out, epilogue if final else PLAIN)
     if not (direct and source.data_ptr() == y.data_ptr()):
-        y.copy_(source.view(y.shape))
+        y.copy_(source)
 
 
 def _rotate(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: Tensor, scratch: Scratch, epilogue: Epilogue) -> None:
-    """Rotating steps on one chunk: each product takes the last mode away and puts its own in front, so the result stands transposed.
-
-    Args:
-        source: ``[1, L, K, 1]``.
-        matrices: ``[1, P, Q]`` of each step.
-        steps: their places, from the last to the first.
-        y: ``[1, L, N, 1]``, or ``[1, l, r, N]`` with L = l * r.
-        scratch: for intermediates.
-        epilogue: applied to the result.
-    """
-    length = source.shape[1]
-    operand = source.to(matrices[0].dtype).resolve_conj()
-    last = matrices[-1].shape[2]
-    direct = length == 1 and y.dtype == operand.dtype and y.is_contiguous() and y.numel() >= last * last  # by the rule below
+    """The same, of one group, by rotating steps, from the last to the first: rows ``[L * R, K]`` become ``[N, L * R]``."""
+    operand, last = _rows(source, matrices[0].dtype), len(matrices) - 1
+    direct = source.shape[1] == 1 and y.dtype == operand.dtype and y.is_contiguous()
     for i, matrix in enumerate(matrices):
         p, q = matrix.shape[1:]
-        rows, final = operand.reshape(-1, p), i == len(matrices) - 1
+        rows = operand.reshape(-1, p)
         shape = (q, rows.shape[0])
-        scaled = final and epilogue.alpha != 1
-        if rows.shape[0] < q:  # BLAS takes many times as long for a narrow row as for a wide one: the longer of both lies innermost
-            operand = rows.mm(matrix[0]).mT
-            operand = operand * epilogue.alpha if scaled else operand
-            continue
-        out = y.view(shape) if final and direct else scratch.take(i % 2, shape)
-        if scaled:
-            operand = torch.addmm(out, matrix[0].mT, rows.mT, beta=0, alpha=epilogue.alpha, out=out)
-            continue
-        found = None if final and direct else by_onednn(matrix[0].mT, rows.mT, False)
-        operand = torch.mm(matrix[0].mT, rows.mT, out=out) if found is None else found
-    lead, target = ((length,), y[0, :, :, 0]) if y.shape[1] == length else (tuple(y.shape[1:3]), y[0])
-    product = operand.unflatten(1, (-1, *lead)).movedim((0, 1), (-2, -1))  # from [Q_1, Q_2 ... Q_N * L]
-    target = target.unflatten(-1, product.shape[-2:])
+        operand = multiply_rotating(rows, matrix[0], y.view(shape) if direct and i == last else scratch.take(i % 2, shape))
+    if epilogue.alpha != 1:
+        operand.mul_(epilogue.alpha)
+    product = operand.reshape(q, -1, source.shape[1], source.shape[3]).movedim(2, 0)
+    target = _first_mode(y, q)
     if epilogue.z is not None:
-        target.copy_(torch.add(product, epilogue.z.reshape(product.shape), alpha=epilogue.beta))
-    elif not direct:
+        target.copy_(torch.add(product, _first_mode(epilogue.z, q), alpha=epilogue.beta))
+    elif not (direct and operand.data_ptr() == y.data_ptr()):
         target.copy_(product)
+
+
+def _rows(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[1, L, K, R]`` as rows ``[L * R, K]``."""
+    return ready(t.transpose(2, 3).reshape(1, -1, t.shape[2]), dtype)[0]
+
+
+def _first_mode(t: Tensor, size: int) -> Tensor:
+    """``[1, L, N, R]`` as ``[L, size, N / size, R]``: torch copies transposed matrices on one thread, but not their batches."""
+    split: Tensor = t[0].unflatten(1, (size, -1))
+    return split
 
 
 def backward(
@@ -208,17 +182,15 @@ def backward(
         if not any(need_factors):
             return (multiply(dy, [f.mT for f in factors], None, alpha, 0.0) if need_x else None), [None] * len(factors)
         chosen, dtype = _plan_for(x, factors, backward=True)
-        steps, layout = chosen.steps, chosen.layout
+        steps = chosen.steps
         matrices = _matrices(factors, steps, dtype)
         totals: list[Tensor | None] = [None] * len(steps)
         needed = [any(need_factors[s.first : s.last]) for s in steps]
         dx = x.new_empty(x.shape) if need_x else None
         scratch = Scratch(x, dtype)
         for chunk in chunks(x, chosen, dtype, backward=True):
-            parts = [_select(m, chunk) for m in matrices]
-            target = None if dx is None else _target(chunk.of(dx), layout)
-            operands = _laid_out(chunk.of(dy), layout), _laid_out(chunk.of(x), layout)
-            found = _run_backward(*operands, parts, steps, needed, target, alpha, scratch)
+            parts, target = [_select(m, chunk) for m in matrices], None if dx is None else chunk.of(dx)
+            found = _run_backward(chunk.of(dy), chunk.of(x), parts, steps, needed, target, alpha, scratch)
             if chunk == WHOLE:
                 totals = found
                 break
@@ -272,7 +244,7 @@ def _run_backward(
 
 def _transposed(step: Step) -> Step:
     """The step back."""
-    return step._replace(p=step.q, q=step.p, way=step.back)
+    return step._replace(p=step.q, q=step.p)
 
 
 # ---- chunks: parts that stay in cache while every factor passes over them --------------------------
@@ -320,13 +292,10 @@ def _chunk_bytes(x: Tensor) -> int:
 
 
 def _buffered(chosen: Plan, is_direct: bool) -> int:
-    """Elements, of each row and column, of the widest buffer: operands and results that are neither copied nor converted take none."""
+    """Elements, of each row and column, of the widest buffer: operands and results that are neither turned nor converted take none."""
     steps = chosen.steps
-    found = [s.size_out for s in steps[:-1]]
-    found += [max(s.size_in, s.size_out) for s in steps if {s.way, s.back, s.gradient} != {IN_PLACE}]
-    if not is_direct or chosen.layout != AS_IT_IS or chosen.rotates:
-        found += [steps[0].size_in, steps[-1].size_out]
-    return max(found, default=1)
+    ends = [] if is_direct and not chosen.rotates else [steps[0].size_in, steps[-1].size_out]
+    return max([*[s.size_out for s in steps[:-1]], *ends], default=1)
 
 
 def chunks(x: Tensor, chosen: Plan, dtype: torch.dtype, backward: bool = False) -> Iterator[Chunk]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.matmul import PLAIN, Epilogue, batch_product, product
-from fastkron_py.kron.plan.torch_plan import IN_PLACE, MOVED, TO_BACK, TO_FRONT, TRANSPOSED, Problem, Step, converting, plan, records
+from fastkron_py.kron.plan.torch_plan import Problem, Step, converting, is_moved, plan, sums_copies
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, VECTOR, takes_onednn
@@ -24,21 +24,18 @@ Product = Callable[[Tensor, Tensor], Tensor]
 # Python does.
 
 SMALL_ELEMENTS = 1 << 20  # of operand and of result
-ONE_FACTOR = 1 << 18  # of one factor's: it is one product in any case
 BLOCK_ELEMENTS = 1 << 14  # of a small matrix: products of many rows with it go in blocks, which larger ones would be packed anew for
 
 
 def is_small(problem: Problem) -> bool:
-    """Whether a multiply takes one product for each factor, which autograd may record: the general way's calls cost more than they save.
+    """Whether a multiply takes products into new memory, which autograd may record: the general way's calls cost more than they save.
 
-    A backward pass by autograd has all intermediates; so the problem is small, or of one factor.
+    A backward pass by autograd has all intermediates; so the problem is small, or of one wide factor.
     """
     k, n = (math.prod([s[i] for s in problem.shapes]) for i in (0, 1))
-    elements = problem.groups * problem.rows * problem.columns * max(k, n)
     is_wide = k * n > BLOCK_ELEMENTS and not (problem.onednn and problem.backward)  # autograd takes BLAS
-    if len(problem.shapes) == 1 and (elements <= ONE_FACTOR or is_wide):
-        return True
-    return elements <= SMALL_ELEMENTS and records(problem)
+    elements = problem.groups * problem.rows * problem.columns * max(k, n)
+    return elements <= SMALL_ELEMENTS or (len(problem.shapes) == 1 and is_wide)
 
 
 def takes_bfloat16(problem: Problem, x: Tensor) -> bool:
@@ -56,50 +53,43 @@ def takes_bfloat16(problem: Problem, x: Tensor) -> bool:
 
 
 class Small(NamedTuple):
-    """A small multiply ``alpha * x (F1 (x) ... (x) FN) + beta * z``, one product for each factor.
+    """A small multiply ``alpha * x (F1 (x) ... (x) FN) + beta * z`` of one group.
 
     Attributes:
-        steps: of all factors but those of one element, whose product scales the smallest tensor that there is.
+        problem: its sizes.
         shape: of the result, L * N * R elements in this order.
-        rows: L.
-        columns: R.
         dtype: in which it is computed.
         transposed: factors are ``[Q_i, P_i]``, as the left form has them: autograd would record two transposes.
     """
 
-    steps: tuple[Step, ...]
+    problem: Problem
     shape: tuple[int, ...]
-    rows: int
-    columns: int
     dtype: torch.dtype
     transposed: bool = False
 
 
 @lru_cache(maxsize=1024)
-def small_multiply(small: Small, count: int) -> Callable[..., Tensor]:
+def small_multiply(small: Small) -> Callable[..., Tensor]:
     """A function of x, the factors, z or None, alpha and beta to the result, which is contiguous.
 
     Everything that sizes tell is worked out here: in a call it would take longer than the products. x has L * K * R elements in this
     order, of any shape and strides. Factors are ``[P_i, Q_i]``, or ``[Q_i, P_i]``. z expands to the result's shape.
-
-    Args:
-        small: the multiply.
-        count: of factors.
     """
-    shape, numbers = small.shape, [step.first for step in small.steps]
-    units = [i for i in range(count) if i not in numbers]
-    sizes = [small.rows * small.columns * math.prod([step.p for step in small.steps]), *[step.p * step.q for step in small.steps]]
-    smallest = [-1, *numbers][sizes.index(min(sizes))]  # -1 is x
-    modes = list(zip(numbers, [_mode_multiply(step, small) for step in small.steps], strict=True))
+    problem, shape = small.problem, small.shape
+    rows, columns = problem.rows, problem.columns
+    chosen = plan(problem._replace(onednn=problem.onednn and not problem.backward))  # autograd does not record oneDNN's
+    rotates, make = chosen.rotates, _rotating_multiply if chosen.rotates else _mode_multiply
+    steps = [(step.first, step.last, make(step, small)) for step in chosen.steps]
 
     def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
-        if units:
-            unit = reduce(torch.mul, [factors[i] for i in units])
-            x = x * unit if smallest < 0 else x
-            factors = [f * unit if i == smallest else f for i, f in enumerate(factors)]
         y = x if x.is_contiguous() else x[None]
-        for number, mode_multiply in modes:
-            y = mode_multiply(y, factors[number])
+        if rotates and columns > 1:
+            y = y.reshape(rows, -1, columns).mT
+        for first, last, multiply_mode in steps:
+            f = factors[first] if last == first + 1 else multiplied_out(factors[first:last])
+            y = multiply_mode(y, f)
+        if rotates and rows > 1:
+            y = y.reshape(-1, rows, columns).transpose(0, 1)  # of three dimensions, which all threads copy, up to 9 times faster
         return scaled(y.contiguous().reshape(shape), z, alpha, beta)
 
     return multiply
@@ -112,59 +102,39 @@ def _matrix_product(small: Small, height: int, terms: int, width: int, is_last: 
 
 
 def _mode_multiply(step: Step, small: Small) -> Product:
-    """A function of a mode ``[count, P, tail]`` and its factor to the product, with its elements in order ``[count, Q, tail]``.
-
-    Transposed matrices are returned as batches of one: torch copies them up to 9 times faster, since threads share these.
-    """
-    p, q, way, transposed = step.p, step.q, step.way, small.transposed
-    count, tail = small.rows * step.before, step.after * small.columns
-    if way in (TO_BACK, TO_FRONT):
-        return _rotating_multiply(step, small)
+    """A function of a mode ``[count, P, tail]`` and its factor to the product, with its elements in order ``[count, Q, tail]``."""
+    p, q, transposed = step.p, step.q, small.transposed
+    count, tail = small.problem.rows * step.before, step.after * small.problem.columns
+    others = count * tail
     if p == q == 1:
         return torch.mul
-    if tail > 1 and count > 1:
-        return _batch_multiply(step, small)
-    others = count * tail
-    last, first = _matrix_product(small, others, p, q, True), _matrix_product(small, q, p, others, False)
-    if tail == 1 and way == IN_PLACE:
-        return lambda x, f: last(x.reshape(others, p), f.mT if transposed else f)
     if tail == 1:
-        return lambda x, f: first(f if transposed else f.mT, x.reshape(others, p).mT).mT[None]
-    if way == TRANSPOSED:
-        return lambda x, f: last(x.reshape(p, others).mT, f.mT if transposed else f).mT[None]
-    return lambda x, f: first(f if transposed else f.mT, x.reshape(p, others))
-
-
-def _batch_multiply(step: Step, small: Small) -> Product:
-    """The same where there is more than one matrix ``[P, tail]``."""
-    p, q, way, transposed = step.p, step.q, step.way, small.transposed
-    count, tail = small.rows * step.before, step.after * small.columns
-    others = count * tail
-    if way == IN_PLACE and p == 1 and small.dtype != torch.bfloat16:
-        return lambda x, f: x.reshape(count, p, tail) * (f if transposed else f.mT)
-    if way == IN_PLACE:
-        return lambda x, f: batch_product((f if transposed else f.mT).expand(count, q, p), x.reshape(count, p, tail))
-    if way == TRANSPOSED:
         last = _matrix_product(small, others, p, q, True)
-        return lambda x, f: last(x.reshape(count, p, tail).mT.reshape(others, p), f.mT if transposed else f).view(count, tail, q).mT
+        return lambda x, f: last(x.reshape(others, p), f.mT if transposed else f)
     first = _matrix_product(small, q, p, others, False)
+    if count == 1:
+        return lambda x, f: first(f if transposed else f.mT, x.reshape(p, others))
+    if is_moved(count, p, q, tail, small.problem.itemsize):
 
-    def moved(x: Tensor, f: Tensor) -> Tensor:
-        columns = x.reshape(count, p, tail).transpose(0, 1).reshape(p, others)
-        return first(f if transposed else f.mT, columns).view(q, count, tail).transpose(0, 1)
+        def moved(x: Tensor, f: Tensor) -> Tensor:
+            columns = x.reshape(count, p, tail).transpose(0, 1).reshape(p, others)
+            return first(f if transposed else f.mT, columns).view(q, count, tail).transpose(0, 1)
 
-    return moved
+        return moved
+    if p == 1 and small.dtype != torch.bfloat16:
+        return lambda x, f: x.reshape(count, p, tail) * (f if transposed else f.mT)
+    return lambda x, f: batch_product((f if transposed else f.mT).expand(count, q, p), x.reshape(count, p, tail))
 
 
 def _rotating_multiply(step: Step, small: Small) -> Product:
-    """The first mode ``[P, others, R]`` multiplied, as ``[others, Q, R]``; or the last one, ``[L, others, P]``, as ``[L, Q, others]``."""
-    p, q, transposed, rows, columns = step.p, step.q, small.transposed, small.rows, small.columns
-    others = rows * step.before * step.after * columns
-    if step.way == TO_BACK:
-        first = _matrix_product(small, q, p, others, False)
-        return lambda x, f: first(f if transposed else f.mT, x.reshape(p, others)).view(q, -1, columns).transpose(0, 1)
-    last = _matrix_product(small, others, p, q, True)
-    return lambda x, f: last(x.reshape(others, p), f.mT if transposed else f).view(rows, -1, q).mT
+    """A function of the last mode ``[others, P]`` and its factor to the product ``[Q, others]``."""
+    p, q, transposed = step.p, step.q, small.transposed
+    others = small.problem.rows * small.problem.columns * step.before * step.after
+    if others < q:
+        last = _matrix_product(small, others, p, q, True)
+        return lambda x, f: last(x.reshape(others, p), f.mT if transposed else f).mT
+    first = _matrix_product(small, q, p, others, False)
+    return lambda x, f: first(f if transposed else f.mT, x.reshape(others, p).mT)
 
 
 def multiply_small_groups(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
@@ -205,14 +175,13 @@ SUM_BLOCK = 1024  # terms
 
 
 def multiplied_out(factors: Sequence[Tensor]) -> Tensor:
-    """Kronecker product of ``[B, P_i, Q_i]``."""
-    product = factors[0]
-    for f in factors[1:]:
-        groups, p, q = product.shape
-        r, s = f.shape[1:]
-        pairs = product.reshape(groups, p, 1, q, 1) * f.reshape(groups, 1, r, 1, s)
-        product = pairs.reshape(groups, p * r, q * s)
-    return product
+    """Kronecker product of ``[*batch_i, P_i, Q_i]``, whose batches broadcast."""
+
+    def pair(a: Tensor, b: Tensor) -> Tensor:
+        product = a.unsqueeze(-2).unsqueeze(-1) * b.unsqueeze(-2).unsqueeze(-4)
+        return product.reshape(*product.shape[:-4], a.shape[-2] * b.shape[-2], a.shape[-1] * b.shape[-1])
+
+    return reduce(pair, factors)
 
 
 def split(total: Tensor, factors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
@@ -248,7 +217,7 @@ def multiply_step(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilo
     Args:
         source: ``[G, L, before * P * after, R]``, any strides and dtype.
         matrix: ``[G or 1, P, Q]``.
-        step: its place and way.
+        step: its place.
         out: ``[G, L, before * Q * after, R]``, contiguous.
         epilogue: applied to the result.
 
@@ -259,13 +228,13 @@ def multiply_step(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilo
     count, tail = rows * step.before, step.after * columns
     shared = matrix.shape[0] == 1
     p, q = matrix.shape[1:]
-    if step.way != IN_PLACE:
-        _copying_product(source.reshape(groups, count, p, tail), matrix, step.way == MOVED, out.view(groups, count, q, tail), epilogue)
-    elif tail == 1 and shared:
+    if tail == 1 and shared:
         a = ready(source.reshape(1, groups * count, p), matrix.dtype)
         return _tall_product(a[0], matrix[0], out.view(-1, q), epilogue).view(out.shape)
     elif tail == 1:
         product(ready(source.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q), epilogue)
+    elif count > 1 and is_moved(groups * count, p, q, tail, matrix.dtype.itemsize):
+        _moved_product(source.reshape(groups, count, p, tail), matrix, out.view(groups, count, q, tail), epilogue)
     elif p == 1 and shared and count > 1 and matrix.dtype != torch.bfloat16:
         _outer_product(source.reshape(groups * count, 1, tail), matrix.mT, out.view(groups * count, q, tail), epilogue)
     else:
@@ -273,6 +242,14 @@ def multiply_step(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilo
         left = matrix.mT.expand(groups * count, q, p) if shared else matrix.mT.repeat_interleave(count, 0)
         return _first_product(left, a, out.view(groups * count, q, tail), epilogue).view(out.shape)
     return out
+
+
+def multiply_rotating(rows: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
+    """``matrix [P, Q]^T @ rows [n, P]^T``, ``[Q, n]``; in out, or in new memory and perhaps as a transposed view."""
+    if rows.shape[0] < matrix.shape[1]:  # BLAS takes many times as long for a narrow row as for a wide one: the longer lies innermost
+        return matrix_product(rows, matrix, True).mT
+    found = by_onednn(matrix.mT, rows.mT, False)
+    return torch.mm(matrix.mT, rows.mT, out=out) if found is None else found
 
 
 def _first_product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> Tensor:
@@ -291,34 +268,24 @@ def _outer_product(source: Tensor, column: Tensor, out: Tensor, epilogue: Epilog
         out.add_(epilogue.z.reshape(out.shape), alpha=epilogue.beta)
 
 
-def _copying_product(source: Tensor, matrix: Tensor, moved: bool, out: Tensor, epilogue: Epilogue) -> None:
+def _moved_product(source: Tensor, matrix: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """A step ``[G, n, P, tail]`` to ``[G, n, Q, tail]`` by one product between two copies, where many narrow products take longer.
 
     Args:
         source: of any strides.
         matrix: ``[G or 1, P, Q]``.
-        moved: whether the copy's mode is the first one, else the last.
         out: contiguous.
         epilogue: applied to the result.
     """
     groups, count, p, tail = source.shape
     q = matrix.shape[2]
-    source = source.to(matrix.dtype)
-    operand = source.transpose(1, 2) if moved else source.mT
+    operand = source.to(matrix.dtype).transpose(1, 2)
     # The copy is in the result's memory where it fits: the first use of new pages takes longer than the copy.
     a = out.view(-1)[: operand.numel()].view(operand.shape) if p <= q else matrix.new_empty(operand.shape)
     a.copy_(operand)
-    if moved:
-        columns = a.new_empty(groups, q, count * tail)
-        columns = _first_product(matrix.mT.expand(groups, q, p), a.view(groups, p, count * tail), columns, Epilogue(epilogue.alpha))
-        out.copy_(columns.view(groups, q, count, tail).transpose(1, 2))
-    else:
-        rows = a.new_empty(groups, count * tail, q)
-        if matrix.shape[0] == 1:
-            rows = _tall_product(a.view(-1, p), matrix[0], rows.view(-1, q), Epilogue(epilogue.alpha))
-        else:
-            product(a.view(groups, count * tail, p), matrix, rows, Epilogue(epilogue.alpha))
-        out.copy_(rows.view(groups, count, tail, q).mT)
+    columns = a.new_empty(groups, q, count * tail)
+    columns = _first_product(matrix.mT.expand(groups, q, p), a.view(groups, p, count * tail), columns, Epilogue(epilogue.alpha))
+    out.copy_(columns.view(groups, q, count, tail).transpose(1, 2))
     if epilogue.z is not None:
         out.add_(epilogue.z.reshape(out.shape), alpha=epilogue.beta)
 
@@ -359,7 +326,7 @@ def matrix_gradient(source: Tensor, gradient: Tensor, step: Step, matrix: Tensor
     u, v = (t.reshape(groups, count, -1, tail) for t in (source, gradient))
     if tail == 1:
         return _sum_of_products(ready(u[..., 0], matrix.dtype).mT, ready(v[..., 0], matrix.dtype).mT)
-    if step.gradient == MOVED or count == 1:
+    if count == 1 or sums_copies(groups * count, step.p, step.q, tail, matrix.dtype.itemsize):
         u, v = (ready(t.transpose(1, 2).reshape(groups, -1, count * tail), matrix.dtype) for t in (u, v))
         return _sum_of_products(u, v)
     u, v = (ready(t.reshape(groups * count, -1, tail), matrix.dtype) for t in (u, v))

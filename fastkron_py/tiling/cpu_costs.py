@@ -23,12 +23,7 @@ ROW: Final = 12.0  # multiply-adds that each row of a product's result takes mor
 ODD_ROW: Final = 10.0  # more, where its length is odd
 SHORT_ROW: Final = 28.0  # multiply-adds that a row shorter than VECTOR takes at least
 VECTOR_WORK: Final = 2.2  # times the multiply-adds, of a matrix by a vector, or [n, P] @ [P, Q] with n below VECTOR
-VECTOR_ROW: Final = 0.5  # a row of [n, P] @ [P, 1]
 MATRIX: Final = 40.0  # one matrix of a batch
-TALL: Final = (
-    0.4  # an element written by F^T @ [P, n] of few P and many Q, n a multiple of ALIASED: its rows fall on the same lines of the cache
-)
-ALIASED: Final = 256
 # BLAS computes a product of fewer terms than FEW_TERMS, whose rows are more than LONG_ROWS times as long as they are many, on one thread.
 # From a length of SHARED_ROWS on threads share the rows: in float32, and in wider types.
 FEW_TERMS: Final = 64
@@ -126,9 +121,7 @@ def _alone(mode: Mode, rows: int, columns: int, rates: Rates) -> float:
 
 def _blas_first(mode: Mode, rates: Rates) -> float:
     n = mode.matrices * mode.tail
-    seconds = rates.call + work_time(mode, n, rates) + rates.element * (mode.read + mode.written)
-    is_tall = mode.p < 12 and mode.q >= 2 * VECTOR and n >= 2 * ALIASED and n % ALIASED == 0
-    return seconds + (TALL * mode.written if is_tall else 0.0)
+    return rates.call + work_time(mode, n, rates) + rates.element * (mode.read + mode.written)
 
 
 def _blas_last(mode: Mode, rates: Rates) -> float:
@@ -136,8 +129,7 @@ def _blas_last(mode: Mode, rates: Rates) -> float:
     if 1 < mode.q < VECTOR and n > 1:
         return rates.call + NARROW_IN * rates.scale * mode.read + NARROW_OUT * mode.written
     work = work_time(mode, 1 if n < VECTOR else mode.q, rates)
-    seconds = rates.call + work + rates.element * (mode.read + mode.written)
-    return seconds + (VECTOR_ROW * n if mode.q == 1 else 0.0)
+    return rates.call + work + rates.element * (mode.read + mode.written)
 
 
 def onednn_time(mode: Mode, is_last: bool, rates: Rates) -> float:
@@ -145,7 +137,7 @@ def onednn_time(mode: Mode, is_last: bool, rates: Rates) -> float:
     if mode.p > ONEDNN_TERMS:
         return math.inf
     costs = ONEDNN.get(zen(), ONEDNN[5])
-    seconds = costs.call + costs.multiply_add * mode.work + fresh_time(mode.written, rates)
+    seconds = costs.call + costs.multiply_add * mode.work + FRESH * rates.scale * max(0, mode.written - FRESH_ELEMENTS)
     seconds += costs.element * (mode.read + mode.written + mode.p * mode.q)
     return seconds if is_last else seconds + ONEDNN_MATRIX * mode.p * mode.q
 
@@ -157,8 +149,3 @@ def takes_onednn(p: int, q: int, n: int, is_last: bool) -> bool:
     if zen() == 4 and (mode.work < ZEN4_WORK or mode.written > ZEN4_WRITTEN):
         return False
     return mode.work > 0 and onednn_time(mode, is_last, rates) < (_blas_last if is_last else _blas_first)(mode, rates)
-
-
-def fresh_time(elements: int, rates: Rates, fresh: float = FRESH, least: int = FRESH_ELEMENTS) -> float:
-    """More time that new memory takes than memory that was used before: this for each element beyond the least number."""
-    return fresh * rates.scale * max(0, elements - least)

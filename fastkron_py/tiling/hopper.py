@@ -28,45 +28,11 @@ def sums_layout(width, dtype, warps=8):
 
 
 @gluon.constexpr_function
-def store_layout(width, sums, dtype):
-    """For a result ``[64, width]`` of one warpgroup: of 16-bit numbers, which would fill half sectors, 16 bytes a thread.
-
-    A thread changes places with three neighbours, which takes no shared memory.
-    """
-    if dtype.primitive_bitwidth != 16:
-        return sums
-    columns = [[0, n] for n in (1, 2, 4, *(1 << bit for bit in range(5, width.bit_length() - 1)))]
-    return gl.DistributedLinearLayout(
-        [*columns[:3], [8, 0], *columns[3:]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, width]
-    )
-
-
-@gluon.constexpr_function
 def made_layout(width, dtype):
     """For values that a warpgroup makes, rows of a left operand: 16 bytes a thread, 16 neighbouring rows a warp, as products read them."""
     vector = 128 // dtype.primitive_bitwidth
     lanes = width // vector
     return gl.BlockedLayout([16 * lanes // 32, vector], [32 // lanes, lanes], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def transposed_layout(dtype):
-    """For values ``[j, m]`` that a warpgroup makes, whose vectors of 16 bytes run along m, while lanes run along j, as x does."""
-    return gl.BlockedLayout([1, 128 // dtype.primitive_bitwidth], [32, 1], [1, 4], [1, 0])
-
-
-@gluon.constexpr_function
-def upright_layout(width):
-    """For 16-bit values ``[m, j]``, 64 by width, that a warpgroup makes: 16 bytes along j a thread, as x has them.
-
-    Eight neighbouring lanes store into all of shared memory's banks: in a row of 64 columns at once; of 32, in halves of rows m and m + 4,
-    which the operand's layout keeps apart.
-    """
-    rows = [[1 << bit, 0] for bit in range(6)]
-    columns = [[0, 1 << bit] for bit in range(3, width.bit_length() - 1)]
-    first = columns[:3] if width >= 64 else [*columns, rows.pop(2)]
-    lanes = [*first, *rows[:2]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *rows[4:], *columns[3:]], lanes, rows[2:4], [], [64, width])
 
 
 @gluon.constexpr_function
@@ -102,14 +68,6 @@ def begin_product(a, a_low, b, b_low, acc, keep, PRECISION: gl.constexpr):
 def product_groups(count, precision):
     """Number of groups of products that the hardware counts in this many steps."""
     return count * (3 if precision == "split" else 1)
-
-
-@gluon.jit
-def fetch(buffer, low_buffer, ptr, low_ptr, offsets, mask, stage, PRECISION: gl.constexpr):
-    """Begin to copy an operand's tile, and, for "split", that of its low halves. Where the mask is false there is 0."""
-    begin_copy(buffer.index(stage), ptr + offsets, mask=mask)
-    if PRECISION == "split":
-        begin_copy(low_buffer.index(stage), low_ptr + offsets, mask=mask)
 
 
 # ---- the ring -------------------------------------------------------------------------------------
@@ -172,48 +130,6 @@ def allocate_ring(
         mbarrier.init(full.index(s), count=PRODUCERS if LEFT == MADE else PRODUCERS - 1 + THREADS)
         mbarrier.init(empty.index(s), count=2)  # two warpgroups
     return left, left_low, right, right_low, full, empty
-
-
-@gluon.constexpr_function
-def copied_bytes(desc, precision):
-    """Bytes of an operand's tile and, for "split", of its low halves."""
-    return desc.block_type.nbytes * (2 if precision == "split" else 1)
-
-
-@gluon.jit
-def begin_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISION: gl.constexpr):
-    """Begin to copy an operand's tile, and, for "split", that of its low halves; beyond the last row and column there is 0."""
-    if PRECISION == "split":
-        begin_described_copy(low_desc, [row, column], full, low_buffer)
-    begin_described_copy(desc, [row, column], full, buffer)
-
-
-@gluon.jit
-def bring_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISION: gl.constexpr):
-    """Copy an operand, and tell the barrier of the copies' bytes, and that this warpgroup's stores are ready."""
-    mbarrier.expect(full, copied_bytes(desc, PRECISION))
-    begin_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISION)
-
-
-@gluon.jit
-def share_of(part, parts, tiles, length):
-    """(first unit and the one after the last; first tile and the one after the last; the first tile's segment) of a part.
-
-    A unit is a step of a tile's sum, or several; a tile has `length` of them. A tile of several parts has a segment for each, in order.
-    """
-    units = (part * 0 + tiles).to(gl.int64) * length
-    begin = part * units // parts
-    end = (part + 1) * units // parts
-    first = begin // length
-    owner = ((first * length + 1) * parts - 1) // units  # the first part with a share of this tile
-    return begin, end, first.to(gl.int32), gl.cdiv(end, length).to(gl.int32), part - owner
-
-
-@gluon.jit
-def units_of(tile, begin, end, length):
-    """(first unit of a tile and the one after the last) of those from begin to end."""
-    whole = begin * 0 + tile
-    return gl.maximum(begin - whole * length, 0).to(gl.int32), gl.minimum(end - whole * length, length).to(gl.int32)
 
 
 @gluon.jit

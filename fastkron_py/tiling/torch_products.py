@@ -17,7 +17,7 @@ from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.eager import transforms_active, wants_gradient
 from fastkron_py.runtime.gpu import zen
-from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, takes_onednn
+from fastkron_py.tiling.cpu_costs import takes_onednn
 
 ROUNDS: Final = 8  # of a batch's products, one for each thread: where there are more, an idle thread in the last one is little
 THREAD_WORK: Final = 1 << 21  # multiply-adds of a thread, from which all threads share one product well
@@ -91,16 +91,6 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return found.to(a.dtype)
     dtype = product_dtype(a)
     return matrix_product(a, b, True) if dtype == a.dtype else matrix_product(a.to(dtype), b.to(dtype), True).to(a.dtype)
-
-
-def transposed_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a [M, I]^T @ b [M, J]``, the same; oneDNN's sums over many rows are cut, since they round more than BLAS's."""
-    if a.shape[0] <= ONEDNN_TERMS or not has_onednn(a) or a.dtype != torch.float32:
-        return product(a.mT, b)
-    total = a.new_zeros(a.shape[1], b.shape[1])
-    for u, v in zip(a.split(ONEDNN_TERMS), b.split(ONEDNN_TERMS), strict=True):
-        add_product(total, u.mT, v)
-    return total
 
 
 def linear(x: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:

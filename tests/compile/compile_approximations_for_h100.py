@@ -14,7 +14,7 @@ import triton.language as tl
 from compile_for_h100 import H100
 from triton.runtime import driver
 
-from fastkron_py.tiling.approximations import quick_minus_signed
+from fastkron_py.rational.denominators.device import quick_minus_signed
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "PRODUCT_ROWS", ROWS)
     monkeypatch.setattr(torch_products, "SLICE_ELEMENTS", 1)
     monkeypatch.setattr(torch_products, "GPU_SLICE_ELEMENTS", 1)
-    monkeypatch.setattr(torch_products, "ONEDNN_TERMS", ROWS)
+    monkeypatch.setattr(program, "ONEDNN_TERMS", ROWS)
     monkeypatch.setattr(program, "_SMALL", 0)
 
 

@@ -7,6 +7,7 @@ are sums over all rows, whose terms cancel, so their scale is the sum of the ter
 
 from __future__ import annotations
 
+import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +20,6 @@ from fastkron_py.kron.plan import torch_plan
 from fastkron_py.runtime import torch_internals
 from fastkron_py.testing import assert_close
 
-WAYS = (torch_plan.IN_PLACE, torch_plan.MOVED, torch_plan.TRANSPOSED)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 # (B, L, R, factor shapes)
@@ -218,17 +218,8 @@ def test_plan_multiplies_out_what_is_too_narrow_and_nothing_else():
         assert all(last - first > 1 for first, last in runs([(1, 1), (30, 40), (1, 1), (1, 1), (50, 60), (1, 1)], backward=backward))
 
 
-def test_plan_copies_where_a_wide_mode_has_a_narrow_tail():
-    for shapes in (((700, 300), (3, 5)), ((150, 140), (3, 5)), ((2, 3), (150, 140), (3, 2))):
-        for backward in (False, True):
-            found = planned(shapes, 20, 1, backward=backward)
-            copied = [s.way != torch_plan.IN_PLACE for s in found.steps if s.p >= 100]
-            assert found.rotates or found.layout != torch_plan.AS_IT_IS or all(copied)
-    assert all(s.way == torch_plan.IN_PLACE for s in planned(((64, 64), (64, 64)), 20, 1).steps)
-
-
 def test_plan_rotates_where_products_in_place_are_narrow():
-    """Factors of 2 with many rows; not one factor, nor wide ones, nor where gradients are computed."""
+    """Factors of 2 with many rows; not one wide factor, nor wide ones, nor factors of groups, nor where gradients are computed."""
     found = planned(((2, 2),) * 8)
     assert found.rotates
     assert [s.last for s in found.steps[1:]] == [s.first for s in found.steps[:-1]]  # from the last to the first
@@ -237,6 +228,12 @@ def test_plan_rotates_where_products_in_place_are_narrow():
     assert not planned(((2, 2),) * 8, groups=3).rotates
     for shapes in (((700, 300),), ((128, 128), (128, 128))):
         assert not planned(shapes, 256).rotates
+
+
+def test_plan_copies_where_a_wide_mode_has_a_narrow_tail():
+    assert torch_plan.is_moved(1000, 64, 64, 3, 4)
+    assert torch_plan.sums_copies(1000, 64, 64, 3, 4)
+    assert not torch_plan.is_moved(1000, 64, 64, 64, 4)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -297,8 +294,8 @@ def test_memory_stays_within_the_result_and_two_chunks(monkeypatch):
     ],
     ids=str,
 )
-def test_small_products_and_their_recorded_gradients(left, shapes):
-    """In the plan's ways and in every way; results are contiguous, gradients are autograd's."""
+def test_small_products_and_their_recorded_gradients(left, shapes, monkeypatch):
+    """By modes in place, moved and rotating; results are contiguous, gradients are autograd's."""
     rows = 5
     k, n = math.prod(p for p, _ in shapes), math.prod(q for _, q in shapes)
     x, dy = (normal(*((s, rows) if left else (rows, s))) for s in (k, n))
@@ -307,38 +304,40 @@ def test_small_products_and_their_recorded_gradients(left, shapes):
     truth = reference.kron_matmul(x, factors, alpha=0.5, beta=2.0, z=dy, left=left)
     gradients = torch.autograd.grad(truth, arguments, dy)
     columns = rows if left else 1
-    found = [
-        torch_plan.differentiable_plan(torch_plan.Problem(tuple(shapes), rows // columns, columns, backward=b)).steps for b in (False, True)
-    ]
-    still = torch_plan.differentiable_plan(torch_plan.Problem(tuple(shapes), 2, 2)).steps  # none that rotates
-    runs = [torch_plan._Run(s.first, s.last, s.p, s.q) for s in sorted(still)]
-    problem, way = torch_plan.Problem(tuple(shapes), rows // columns, columns), torch_plan.TO_BACK if left else torch_plan.TO_FRONT
-    rotated, _ = torch_plan._rotated(problem, runs, way, torch_plan.Rates(8))
-    for steps in (*found, rotated, *([s._replace(way=way) for s in still] for way in WAYS)):
-        small = torch_steps.Small(tuple(steps), tuple(dy.shape), rows // columns, columns, dy.dtype, left)
-        y = torch_steps.small_multiply(small, len(factors))(x, factors, dy, 0.5, 2.0)
+    problem = torch_plan.Problem(tuple(shapes), rows // columns, columns)
+    alone = [torch_plan._Run(i, i + 1, p, q) for i, (p, q) in enumerate(shapes)]
+    for runs, way in itertools.product((alone, torch_plan._without_units(tuple(shapes))), ("in place", "moved", "rotating")):
+        rotates = way == "rotating"
+        monkeypatch.setattr(torch_steps, "is_moved", lambda *_, way=way: way == "moved")
+        monkeypatch.setattr(torch_steps, "plan", lambda problem, runs=runs, rotates=rotates: torch_plan._planned(problem, runs, rotates))
+        small = torch_steps.Small(problem, tuple(dy.shape), dy.dtype, left)
+        y = torch_steps.small_multiply.__wrapped__(small)(x, factors, dy, 0.5, 2.0)
         assert y.is_contiguous()
         assert_close(y.detach(), truth.detach())
         for got, wanted in zip(torch.autograd.grad(y, arguments, dy), gradients, strict=True):
             assert_close(got, wanted, magnitude=wanted.abs().max().expand_as(wanted))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", [torch_plan.AS_IT_IS, torch_plan.ROWS, torch_plan.COLUMNS])
-def test_every_way_in_every_layout(layout, way, chunking, monkeypatch):
+@pytest.mark.parametrize("way", ["in place", "moved", "rotating"])
+def test_every_way(way, chunking, monkeypatch):
     """Ways that the plan would not choose here give the same."""
-    planner = torch_plan.plan.__wrapped__
-
-    def forced(problem):
-        steps = [s._replace(way=way, back=way, gradient=way) for s in planner(problem._replace(groups=2)).steps]  # none that rotate
-        return torch_plan.Plan(tuple(steps), layout)
-
-    monkeypatch.setattr(torch_backend, "plan", forced)
     monkeypatch.setattr(torch_backend, "is_small", lambda problem: False)
-    for name in ("widths of 1", "primes", "left form, rows", "few columns, rows, groups"):
-        x, factors, z = make(name, torch.float32)
+    for name in ("is_moved", "sums_copies"):
+        monkeypatch.setattr(torch_steps, name, lambda *_: way == "moved")
+    chosen = torch_plan._planned
+    monkeypatch.setattr(
+        torch_backend,
+        "plan",
+        lambda problem: chosen(problem, torch_plan._without_units(problem.shapes), way == "rotating" and not problem.backward),
+    )
+    for name, dtype in itertools.product(
+        ("widths of 1", "primes", "wide before narrow", "left form, rows"), (torch.float32, torch.complex64)
+    ):
+        x, factors, z = make(name, dtype)
         y = torch_backend.multiply(x, factors, z, 0.25, 2.0)
         assert_close(y, expected(x, factors, z, 0.25, 2.0), magnitude=magnitude(x, factors, z, 0.25, 2.0))
+        y = torch_backend.multiply(x, factors, None, -1.5, 0.0)
+        assert_close(y, expected(x, factors, alpha=-1.5), magnitude=magnitude(x, factors, alpha=1.5))
         check_gradients(z, x, factors, alpha=0.5)
 
 

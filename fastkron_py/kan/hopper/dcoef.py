@@ -7,20 +7,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastkron_py.tiling.hopper import (
-    ROWS,
-    allocate_ring,
-    bring_operand,
-    share_of,
-    store_layout,
-    store_made,
-    store_sums,
-    sum_steps,
-    transposed_layout,
-    units_of,
-    upright_layout,
-)
+from fastkron_py.kan.hopper.ring import bring_operand, share_of, store_layout, units_of
+from fastkron_py.tiling.hopper import ROWS, allocate_ring, store_made, store_sums, sum_steps
 from fastkron_py.tiling.products import known
+
+
+@gluon.constexpr_function
+def transposed_layout(dtype):
+    """For values ``[j, m]`` that a warpgroup makes, whose vectors of 16 bytes run along m, while lanes run along j, as x does."""
+    return gl.BlockedLayout([1, 128 // dtype.primitive_bitwidth], [32, 1], [1, 4], [1, 0])
+
+
+@gluon.constexpr_function
+def upright_layout(width):
+    """For 16-bit values ``[m, j]``, 64 by width, that a warpgroup makes: 16 bytes along j a thread, as x has them.
+
+    Eight neighbouring lanes store into all of shared memory's banks: in a row of 64 columns at once; of 32, in halves of rows m and m + 4,
+    which the operand's layout keeps apart.
+    """
+    rows = [[1 << bit, 0] for bit in range(6)]
+    columns = [[0, 1 << bit] for bit in range(3, width.bit_length() - 1)]
+    first = columns[:3] if width >= 64 else [*columns, rows.pop(2)]
+    lanes = [*first, *rows[:2]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *rows[4:], *columns[3:]], lanes, rows[2:4], [], [64, width])
 
 
 @gluon.jit

@@ -7,7 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fastkron_py.tiling.hopper import ROWS, allocate_ring, begin_operand, copied_bytes, share_of, sum_steps, sums_layout, units_of
+from fastkron_py.kan.hopper.ring import begin_operand, copied_bytes, share_of, units_of
+from fastkron_py.tiling.hopper import ROWS, allocate_ring, sum_steps, sums_layout
 from fastkron_py.tiling.products import known, tile_of
 
 _STATES = gl.constexpr(32)  # columns whose states are in registers together

@@ -11,9 +11,9 @@ from fastkron_py.kan import config_hopper as tuning
 from fastkron_py.kan.config import GROUP, Sizes
 from fastkron_py.kan.config_hopper import Pipelined
 from fastkron_py.kan.hopper import kernels
+from fastkron_py.kan.kernels.operands import _sum_segments_kernel
 from fastkron_py.kan.problem import ALIGNED, Boxes, Problem, Product, Stored, stored
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.tiling.products import _sum_segments_kernel
 
 _SUM_ROWS: Final = 32
 _DOWN: Final = 1 << 16  # rows of tiles in a group: all of them, which is the order in which the second kernel finds their shares

@@ -18,7 +18,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.kron.checks import Factor, broadcast_batch, is_identity, right_hand_side, shape_of
 from fastkron_py.kron.modes import Columns
-from fastkron_py.kron.operators.monomial import monomial
+from fastkron_py.kron.torch_steps import multiplied_out
 from fastkron_py.runtime.errors import type_error, value_error
 
 _LINALG_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -90,13 +90,8 @@ def _named(i: int, f: Tensor, function: Callable[[Tensor], Any]) -> Any:
 
 def dense(factors: Sequence[Factor]) -> Tensor:
     """K itself, ``[*batch, prod P_i, prod Q_i]``, in memory of its own."""
-
-    def pair(a: Tensor, b: Tensor) -> Tensor:
-        product = a[..., :, None, :, None] * b[..., None, :, None, :]
-        return product.reshape(*product.shape[:-4], a.shape[-2] * b.shape[-2], a.shape[-1] * b.shape[-1])
-
     listed = built(factors)
-    return reduce(pair, listed) if len(listed) > 1 else listed[0].clone()
+    return multiplied_out(listed) if len(listed) > 1 else listed[0].clone()
 
 
 def kron_vectors(vectors: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor] = torch.mul) -> Tensor:
@@ -219,6 +214,31 @@ def slogdet(factors: Sequence[Factor]) -> tuple[Tensor, Tensor]:
     # A weight of 0 (some other factor is empty) must not meet the log of 0, and float32's largest number is below many weights.
     logs = [times(log.double(), weight) if weight else torch.zeros_like(log) for (_, log), weight in zip(parts, weights, strict=True)]
     return sign.to(given.dtype), reduce(torch.add, logs).to(given.real.dtype)
+
+
+def monomial(xs: Sequence[Tensor], powers: Sequence[int], *, signs: bool = False) -> Tensor:
+    """``prod_i xs[i] ** powers[i]``, by squares and products alone: derivatives of every order exist, also where an x is 0.
+
+    All powers are made together, the highest bit first. On the way there are roots of the result, so that a power that would overflow does
+    no harm beside one that would vanish.
+
+    Args:
+        xs: ``[*batch_i]`` each; the batches broadcast.
+        powers: 0 or more.
+        signs: whether the xs are -1, 0, 1 or complex numbers of modulus 0 or 1. Then so is the result, whose modulus would leave 1 by
+            rounding. Powers of 1, -1, i and -i are exact.
+
+    Returns:
+        ``[*batch]``.
+    """
+    result = torch.ones_like(torch.broadcast_tensors(*xs)[0])
+    powers = [int(power) for power in powers]  # under torch.jit.trace sizes are tensors
+    for bit in reversed(range(max(powers).bit_length())):
+        result = torch.sgn(result * result) if signs else result * result
+        for x, power in zip(xs, powers, strict=True):
+            if power >> bit & 1:
+                result = result * x
+    return torch.sgn(result) if signs else result
 
 
 def _weights(factors: Sequence[Factor]) -> list[int]:

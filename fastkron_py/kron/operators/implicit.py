@@ -8,6 +8,7 @@ Giles, "Collected matrix derivative results for forward and reverse mode algorit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -115,6 +116,21 @@ class _Solve(torch.autograd.Function):
         moved = b.movedim(in_dims[3], -2)  # [*batch, n, samples, M]
         x: Tensor = _Solve.apply(system, adjoint, count, moved.flatten(-2), *tensors)  # type: ignore[no-untyped-call]
         return x.unflatten(-1, moved.shape[-2:]).movedim(-2, 0), 0
+
+
+class OfForm(torch.autograd.Function):
+    """What functions of a form and tensors have in common: all tensors are saved, and a batch goes sample by sample."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save all tensors."""
+        ctx.form, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Sequence[Any], form: Any, *tensors: Tensor) -> tuple[Any, Any]:
+        """Apply the function sample by sample."""
+        return vmap_by_sample(partial(cls.apply, form), info.batch_size, in_dims[1:], tensors, ())
 
 
 def linear_solve(system: System, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:

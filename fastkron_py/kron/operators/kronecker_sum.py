@@ -19,14 +19,14 @@ from fastkron_py.kron.checks import (
     shape_of,
 )
 from fastkron_py.kron.operators import algebra, spectral
-from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays, numbered
+from fastkron_py.kron.operators.lazy import ProductOrSum, check_arrays, numbered
 from fastkron_py.kron.operators.modes import sum_matmul, terms
 from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_hermitian, combined, eigenbasis, reduced
 from fastkron_py.kron.operators.product import KroneckerProduct
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import value_error
 
 
-class KroneckerSum(LazyOperator):
+class KroneckerSum(ProductOrSum):
     """``S = A (x) I (x) I + I (x) B (x) I + I (x) I (x) C`` as a linear operator that is never built.
 
     Laplacians on tensor grids are such sums, and generators of independent Markov chains. With mass matrices, as finite and spectral
@@ -56,6 +56,8 @@ class KroneckerSum(LazyOperator):
         >>> (S @ u - 1).abs().max() < 1e-2
         tensor(True)
     """
+
+    _OPERAND = "an array: a Kronecker sum times an operator is neither a sum nor a product"
 
     def __init__(self, factors: Sequence[Any], *, masses: Sequence[Any] | None = None) -> None:
         self._factors = tuple(factors_and_identities(factors))
@@ -95,24 +97,9 @@ class KroneckerSum(LazyOperator):
     def __repr__(self) -> str:
         return self._shown("(+)", ", with masses" if self._masses else "")
 
-    def _pairs(
-        self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False, identities: bool = False
-    ) -> Any:
-        """The result of a function of factors, masses and other arrays as tensors; there may be identities, or all are matrices."""
-        count, both = len(self._factors), len(self._arrays)
-
-        def of(t: list[Any]) -> Any:
-            own = t[:both] if identities else algebra.built(t[:both])
-            return function(own[:count], own[count:], *t[both:])
-
-        return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *names], autocast=autocast)
-
     # ---- products -----------------------------------------------------------------------------
 
     def _multiply(self, x: Any, left: bool) -> Any:
-        if isinstance(x, LazyOperator):
-            raise type_error("x", "an array: a Kronecker sum times an operator is neither a sum nor a product", type_name(x))
-
         def product(factors: list[Factor], masses: list[Factor], x: Tensor) -> Tensor:
             axis = -2 if left and x.ndim > 1 else -1
             if x.ndim == 0 or x.shape[axis] != self._shape[-1]:
@@ -122,32 +109,14 @@ class KroneckerSum(LazyOperator):
             lone = -1 if left else -2
             return sum_matmul(factors, masses, x.unsqueeze(lone), left).squeeze(lone)
 
-        return self._pairs(product, x, names=["x"], autocast=True, identities=True)
+        return self._on_parts(product, x, names=["x"], autocast=True, identities=True)
 
-    def _scaled(self, function: Callable[[Any], Any]) -> list[Any]:
+    def _scaled(self, function: Callable[[Any], Any]) -> KroneckerSum:
         """A function of each factor; identities become matrices."""
-        count = len(self._factors)
-        factors = self._on_tensors(lambda t: algebra.built(t)[:count], self._arrays, self._names) if self._has_identities else self._factors
-        return [function(f) for f in factors]
-
-    @property
-    def _has_identities(self) -> bool:
-        return any([is_identity(f) for f in self._factors])
-
-    def __mul__(self, scalar: Any) -> KroneckerSum:
-        scalar = self._scalar(scalar)
-        return KroneckerSum(self._scaled(lambda f: f * scalar), masses=self.masses)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, scalar: Any) -> KroneckerSum:
-        scalar = self._scalar(scalar)
-        if not isinstance(scalar, Tensor) and scalar == 0:
-            raise value_error("scalar", "a divisor other than 0", scalar)
-        return KroneckerSum(self._scaled(lambda f: f / scalar), masses=self.masses)
-
-    def __neg__(self) -> KroneckerSum:
-        return KroneckerSum(self._scaled(lambda f: -f), masses=self.masses)
+        factors: Any = self._factors
+        if any([is_identity(f) for f in factors]):
+            factors = self._on_parts(lambda factors, _: factors, autocast=True)
+        return KroneckerSum([function(f) for f in factors], masses=self.masses)
 
     def add_diagonal(self, s: Any) -> KroneckerSum:
         """``S + s * I``, a Kronecker sum again; with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as Helmholtz' equation has it.
@@ -166,7 +135,7 @@ class KroneckerSum(LazyOperator):
             unit = masses[0] if masses else torch.eye(first.shape[-1], dtype=first.dtype, device=first.device)
             return [first + s * unit]
 
-        return KroneckerSum([*self._pairs(shifted), *self._factors[1:]], masses=self.masses)
+        return KroneckerSum([*self._on_parts(shifted), *self._factors[1:]], masses=self.masses)
 
     # ---- linear algebra -----------------------------------------------------------------------
 
@@ -174,7 +143,7 @@ class KroneckerSum(LazyOperator):
         def dense(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
             return torch.stack([algebra.dense(term).expand(self._shape) for term in terms(factors, masses)]).sum(0)
 
-        return self._pairs(dense)
+        return self._on_parts(dense)
 
     def diagonal(self) -> Any:
         """The elements ``S[i, i]``, ``[*batch, n]``."""
@@ -187,7 +156,7 @@ class KroneckerSum(LazyOperator):
             vectors = [algebra.kron_vectors([*units[:i], d, *units[i + 1 :]]) for i, d in enumerate(own)]
             return torch.stack([v.expand(self._shape[:-1]) for v in vectors]).sum(0)
 
-        return self._pairs(diagonal)
+        return self._on_parts(diagonal)
 
     def trace(self) -> Any:
         """The sum of the diagonal, ``[*batch]``."""
@@ -196,7 +165,7 @@ class KroneckerSum(LazyOperator):
             one = algebra.matrices([*factors, *masses])[0].new_ones(1, 1)  # a term may have no matrix
             return torch.stack([algebra.trace([one, *term]).expand(self._shape[:-2]) for term in terms(factors, masses)]).sum(0)
 
-        return self._pairs(trace, identities=True)
+        return self._on_parts(trace, identities=True)
 
     def solve(self, b: Any) -> Any:
         """The x of ``S @ x = b``, by fast diagonalisation: two products with eigenvectors and a scaling.
@@ -230,29 +199,12 @@ class KroneckerSum(LazyOperator):
             x = spectral.solve(system, b, [*factors, *masses], basis, combined(basis.values, True, None), "factors")
             return x.squeeze(-1) if vector else x
 
-        return self._pairs(solve, b, names=["b"])
+        return self._on_parts(solve, b, names=["b"])
 
-    def slogdet(self) -> algebra.SlogDet:
-        """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each.
-
-        Raises:
-            TypeError: float16 or bfloat16 factors.
-            ValueError: a symmetric mass is not positive definite.
-            torch.linalg.LinAlgError: a mass is singular.
-        """
-        return algebra.SlogDet(*self._pairs(_slogdet))
-
-    def logdet(self) -> Any:
-        """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
-
-        It has derivatives of the first and of the second order, where eigenvalues are equal too.
-
-        Raises:
-            TypeError: float16 or bfloat16 factors.
-            ValueError: a symmetric mass is not positive definite.
-            torch.linalg.LinAlgError: a mass is singular; in second derivatives, a factor has nearly dependent eigenvectors.
-        """
-        return self._pairs(lambda factors, masses: algebra.log_of(*_slogdet(factors, masses)))
+    def _slogdet(self, factors: list[Any], others: list[Any]) -> tuple[Tensor, Tensor]:
+        own = algebra.built([*factors, *others])
+        factors, masses = own[: len(factors)], own[len(factors) :]
+        return sum_slogdet(factors, masses, eigenbasis(factors, masses))
 
     def eigh(self) -> algebra.Eigh:
         """Eigenvalues and eigenvectors of symmetric (Hermitian) factors: ``S = V @ diag(values) @ V.mH``.
@@ -276,7 +228,7 @@ class KroneckerSum(LazyOperator):
                 vectors = [torch.linalg.solve_triangular(lower.mH, q, upper=True) for lower, q in zip(lowers, vectors, strict=True)]
             return algebra.kron_vectors([v for v, _ in parts], torch.add), vectors
 
-        values, vectors = self._pairs(eigh)
+        values, vectors = self._on_parts(eigh)
         return algebra.Eigh(values, KroneckerProduct(vectors))
 
     def eigvalsh(self) -> Any:
@@ -286,7 +238,7 @@ class KroneckerSum(LazyOperator):
             matrices, _ = self._symmetric(factors, masses)
             return algebra.kron_vectors(algebra.per_factor(matrices, "eigvalsh", torch.linalg.eigvalsh), torch.add)
 
-        return self._pairs(eigvalsh)
+        return self._on_parts(eigvalsh)
 
     def _symmetric(self, factors: list[Tensor], masses: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         check_hermitian(factors, "eigenvalues that are real")
@@ -328,10 +280,6 @@ class KroneckerSum(LazyOperator):
             ValueError: x does not fit, t is not finite, or the sum has mass matrices.
         """
         return self.expm(t) @ x
-
-
-def _slogdet(factors: list[Tensor], masses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return sum_slogdet(factors, masses, eigenbasis(factors, masses))
 
 
 def sum_slogdet(factors: Sequence[Tensor], masses: Sequence[Tensor], basis: Basis, share: Share = WHOLE) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.checks import is_identity
+from fastkron_py.kron.operators.algebra import SlogDet, built, log_of
 from fastkron_py.kron.operators.torch_protocol import mend_dynamo, torch_function
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.checks import check_integer, check_scalar, check_tensor
@@ -71,6 +72,8 @@ class LazyOperator:
 
     __array_ufunc__ = None  # numpy leaves x @ K and a * K to this class
 
+    _OPERAND = "an array"
+
     _factors: tuple[Any, ...]
     _shape: tuple[int, ...]
 
@@ -130,10 +133,16 @@ class LazyOperator:
         return any([getattr(a, "requires_grad", False) for a in self._arrays])
 
     def __matmul__(self, x: Any) -> Any:
-        return self._multiply(x, True)
+        return self._multiply(self._array(x), True)
 
     def __rmatmul__(self, x: Any) -> Any:
-        return self._multiply(x, False)
+        return self._multiply(self._array(x), False)
+
+    def _array(self, x: Any) -> Any:
+        """The operand of a product, which is no operator."""
+        if isinstance(x, LazyOperator):
+            raise type_error("x", self._OPERAND, type_name(x))
+        return x
 
     def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
         """The matrix itself, ``[*batch, rows, columns]``.
@@ -221,6 +230,26 @@ class LazyOperator:
         """The result of a function of the list of arrays, given back as arrays of their kind."""
         return self._on_tensors(lambda t: function(t, *options), self._arrays, self._names)
 
+    def _on_parts(
+        self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False, identities: bool = False
+    ) -> Any:
+        """The result of a function of the factors, of the operator's other arrays and of further ones, as tensors.
+
+        Args:
+            function: of a list of factors, a list of the other arrays, and each of the further ones.
+            extra: further arrays.
+            names: how errors call these.
+            autocast: as in `_on_tensors`.
+            identities: whether integers stand for identities; else they are built.
+        """
+        count, both = len(self._factors), len(self._arrays)
+
+        def of(t: list[Any]) -> Any:
+            own = t[:both] if identities else built(t[:both])
+            return function(own[:count], own[count:], *t[both:])
+
+        return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *names], autocast=autocast)
+
     def _on_tensors(
         self, function: Callable[[list[Any]], Any], arrays: Sequence[Any], names: Sequence[str], *, autocast: bool = True
     ) -> Any:
@@ -262,3 +291,61 @@ class LazyOperator:
         if not torch.compiler.is_dynamo_compiling():
             mend_dynamo()
         return torch_function
+
+
+class ProductOrSum(LazyOperator):
+    """What products and sums have in common: multiples of them are products and sums again, and their determinants need no options.
+
+    A subclass says how it is made of a function of some factors (`_scaled`), and gives the parts of its determinant (`_slogdet`).
+    """
+
+    def _scaled(self, function: Callable[[Any], Any]) -> Self:
+        """The operator times a number, by which the function multiplies a factor."""
+        raise NotImplementedError
+
+    def _slogdet(self, factors: list[Any], others: list[Any]) -> tuple[Tensor, Tensor]:
+        """Sign and log of the absolute value of the determinant."""
+        raise NotImplementedError
+
+    def __mul__(self, scalar: Any) -> Self:
+        scalar = self._scalar(scalar)
+        return self._scaled(lambda f: f * scalar)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, scalar: Any) -> Self:
+        scalar = self._scalar(scalar)
+        if not isinstance(scalar, Tensor) and scalar == 0:
+            raise value_error("scalar", "a divisor other than 0", scalar)
+        return self._scaled(lambda f: f / scalar)
+
+    def __neg__(self) -> Self:
+        return self._scaled(lambda f: -f)
+
+    def slogdet(self) -> SlogDet:
+        """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each.
+
+        Finite wherever the determinant is neither 0 nor infinite, however far beyond the dtype's range it is.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors.
+            ValueError: a factor is not square, or a symmetric mass not positive definite.
+            torch.linalg.LinAlgError: a mass is singular.
+        """
+        return SlogDet(*self._on_parts(self._slogdet, identities=True))
+
+    def logdet(self) -> Any:
+        """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
+
+        That of a sum has derivatives of the first and of the second order, where eigenvalues are equal too.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors.
+            ValueError: a factor is not square, or a symmetric mass not positive definite.
+            torch.linalg.LinAlgError: a mass is singular; in second derivatives of a sum's, a factor has nearly dependent eigenvectors.
+
+        Example:
+            >>> KroneckerProduct([2 * torch.eye(8)] * 10).logdet() / 8**10  # log 2, per dimension and factor
+            tensor(6.9315)
+        """
+        return self._on_parts(lambda *parts: log_of(*self._slogdet(*parts)), identities=True)

@@ -134,8 +134,6 @@ class MaskedKroneckerProduct(LazyOperator):
     # ---- products -----------------------------------------------------------------------------
 
     def _multiply(self, x: Any, left: bool) -> Any:
-        if isinstance(x, LazyOperator):
-            raise type_error("x", "an array", type_name(x))
         source, target = (self._columns, self._rows) if left else (self._rows, self._columns)
         inner = self._shape[-1 if left else -2]
 
@@ -162,7 +160,7 @@ class MaskedKroneckerProduct(LazyOperator):
             added = added.expand(*added.shape[:-1], n)[..., rows]
             return algebra.elements(k.factors, rows, columns) + torch.where(rows == columns, added, 0)
 
-        return self._whole._tensors(elements, identities=True)
+        return self._whole._on_shifted(elements, identities=True)
 
     def _indices(self) -> tuple[Tensor, Tensor]:
         """The rows and columns that are kept."""

@@ -18,10 +18,11 @@ from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.checks import Shape, right_hand_side
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra
+from fastkron_py.kron.operators.implicit import OfForm
 from fastkron_py.kron.operators.lazy import LazyOperator
 from fastkron_py.kron.operators.pencil import Basis, check_positive, combined, eigenbasis, largest, rounding
 from fastkron_py.kron.operators.spectral import by_basis, scaled
-from fastkron_py.runtime.batching import batchable_one_by_one, vmap_by_sample
+from fastkron_py.runtime.batching import batchable_one_by_one
 from fastkron_py.runtime.eager import wants_gradient, without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -96,7 +97,7 @@ class _Form(NamedTuple):
         return tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
 
 
-class _Apply(torch.autograd.Function):
+class _Apply(OfForm):
     """``V diag(f) V^H x``, of x, the values and slopes of f, and the tensors of a form."""
 
     @staticmethod
@@ -105,22 +106,13 @@ class _Apply(torch.autograd.Function):
         return by_basis([v.mH for v in vectors], values, vectors, x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.form, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
     @batchable_one_by_one
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x_gradient, values_gradient, *factors = _Gradient.apply(ctx.form, gradient, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         return None, x_gradient, values_gradient, None, *factors, *[None] * (2 * ctx.form.size)
 
-    @classmethod
-    def vmap(cls, info: Any, in_dims: Sequence[Any], form: _Form, *tensors: Tensor) -> tuple[Any, Any]:
-        return vmap_by_sample(lambda *t: cls.apply(form, *t), info.batch_size, in_dims[1:], tensors, ())  # type: ignore[no-untyped-call]
 
-
-class _Gradient(torch.autograd.Function):
+class _Gradient(OfForm):
     """The gradients of x, of the values of f and of the factors."""
 
     @staticmethod
@@ -130,15 +122,11 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        """Nothing is saved."""
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> NoReturn:
         raise NotImplementedError("apply_function: factors have derivatives of the first order, and none of the second")
-
-    @classmethod
-    def vmap(cls, info: Any, in_dims: Sequence[Any], form: _Form, *tensors: Tensor) -> tuple[Any, Any]:
-        return vmap_by_sample(lambda *t: cls.apply(form, *t), info.batch_size, in_dims[1:], tensors, ())  # type: ignore[no-untyped-call]
 
 
 def _gradients(form: _Form, gradient: Tensor, x: Tensor, values: Tensor, slopes: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -196,8 +184,6 @@ class KroneckerFunction(LazyOperator):
         return f"KroneckerFunction(shape={self._shape}, dtype={self.dtype}, device={self.device})"
 
     def _multiply(self, x: Any, left: bool) -> Any:
-        if isinstance(x, LazyOperator):
-            raise type_error("x", "an array", type_name(x))
         if not left:  # f(K)^T is the same function of K^T
             vector, n = getattr(x, "ndim", 0) < _MATRIX, self._shape[-1]
             if not vector and x.shape[-1] != n:

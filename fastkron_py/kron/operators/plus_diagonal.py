@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
-from fastkron_py.kron.checks import Factor, Shape, broadcast_batch, is_identity, right_hand_side
+from fastkron_py.kron.checks import Factor, Shape, broadcast_batch, is_identity, right_hand_side, shape_of
 from fastkron_py.kron.operators import algebra, shifted
 from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
 from fastkron_py.kron.operators.lanczos import Probes, estimate
-from fastkron_py.kron.operators.lazy import DENSE_LIMIT, LazyOperator, numbered
+from fastkron_py.kron.operators.lazy import DENSE_LIMIT, LazyOperator, check_arrays, numbered
 from fastkron_py.kron.operators.matrix_function import KroneckerFunction, square_root
 from fastkron_py.kron.operators.pencil import Basis
 from fastkron_py.kron.operators.shifted import EQUAL, KRONECKER, VECTOR, Shifted
@@ -89,53 +89,45 @@ class KroneckerPlusDiagonal(LazyOperator):
         found = self._each(lambda a: a.conj())
         return KroneckerPlusDiagonal(found._factors, found._diagonals, self._form, number, self._shape)
 
-    def _tensors(
-        self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False, identities: bool = False
-    ) -> Any:
-        """The result of a function of `Shifted` and of other arrays as tensors; its factors may be identities, or all are matrices."""
-        count, both = len(self._factors), len(self._arrays)
+    def _on_shifted(self, function: Callable[..., Any], *extra: Any, **options: Any) -> Any:
+        """The result of a function of `Shifted` and of other arrays as tensors; options are those of `_on_parts`."""
 
-        def of(t: list[Tensor]) -> Any:
-            factors, diagonals = t[:count] if identities else algebra.built(t[:count]), t[count:both]
+        def of(factors: list[Any], diagonals: list[Tensor], *more: Tensor) -> Any:
             if not diagonals:
                 like = algebra.matrices(factors)[0]
                 diagonals = [torch.full((1,), self._number, dtype=like.dtype, device=like.device)]
-            return function(Shifted(factors, [d.reshape(1) if d.ndim == 0 else d for d in diagonals], self._form), *t[both:])
+            return function(Shifted(factors, [d.reshape(1) if d.ndim == 0 else d for d in diagonals], self._form), *more)
 
-        return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *names], autocast=autocast)
+        return self._on_parts(of, *extra, **options)
 
     # ---- products -----------------------------------------------------------------------------
 
     def _multiply(self, x: Any, left: bool) -> Any:
-        if isinstance(x, LazyOperator):
-            raise type_error("x", "an array", type_name(x))
         verb: Any = kron_matmul_left if left else lambda factors, x, **options: kron_matmul(x, factors, **options)
         if self._number is not None:
             return verb(self._factors, x, beta=self._number, z=x)
 
         def product(k: Shifted, x: Tensor) -> Any:
-            columns = x.mT if not left and x.ndim > 1 else x
-            columns, vector = right_hand_side(columns, self._shape[-1], self._shape[:-2], "x")
+            columns, vector = right_hand_side(x.mT if not left and x.ndim > 1 else x, self._shape[-1], self._shape[:-2], "x")
             z = scaled(columns, k.diagonal())
-            if vector:
-                return verb(k.factors, columns.mT if not left else columns, beta=1.0, z=z if left else z.mT).squeeze(-1 if left else -2)
-            x = columns if left else columns.mT
-            return verb(k.factors, x, beta=1.0, z=z if left else z.mT)
+            x, z = (columns, z) if left else (columns.mT, z.mT)
+            y = verb(k.factors, x, beta=1.0, z=z)
+            return y.squeeze(-1 if left else -2) if vector else y
 
-        return self._tensors(product, x, names=["x"], autocast=True, identities=True)
+        return self._on_shifted(product, x, names=["x"], autocast=True, identities=True)
 
     # ---- linear algebra -----------------------------------------------------------------------
 
     def _dense(self) -> Any:
-        return self._tensors(shifted.dense, identities=True)
+        return self._on_shifted(shifted.dense, identities=True)
 
     def diagonal(self) -> Any:
         """The elements ``A[i, i]``, ``[*batch, n]``."""
-        return self._tensors(lambda k: algebra.diagonal(k.factors) + k.diagonal(), identities=True)
+        return self._on_shifted(lambda k: algebra.diagonal(k.factors) + k.diagonal(), identities=True)
 
     def trace(self) -> Any:
         """The sum of the diagonal, ``[*batch]``."""
-        return self._tensors(lambda k: algebra.trace(k.factors) + k.diagonal().expand(self._shape[:-1]).sum(-1), identities=True)
+        return self._on_shifted(lambda k: algebra.trace(k.factors) + k.diagonal().expand(self._shape[:-1]).sum(-1), identities=True)
 
     def solve(
         self,
@@ -187,7 +179,7 @@ class KroneckerPlusDiagonal(LazyOperator):
         """
         iterative = self._iterative(mask, tolerance, max_iterations, preconditioner, progress)
         whole, direct = mask is None, mask is None and self._form == EQUAL
-        return self._tensors(
+        return self._on_shifted(
             lambda k, b: self._solve(k, b, iterative, self._basis(k) if whole else None), b, names=["b"], identities=direct
         )
 
@@ -236,7 +228,7 @@ class KroneckerPlusDiagonal(LazyOperator):
 
     def slogdet(self) -> algebra.SlogDet:
         """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each; see `logdet`."""
-        return algebra.SlogDet(*self._tensors(lambda k: self._slogdet(k, self._basis(k), None), identities=self._form == EQUAL))
+        return algebra.SlogDet(*self._on_shifted(lambda k: self._slogdet(k, self._basis(k), None), identities=self._form == EQUAL))
 
     def _slogdet(self, k: Shifted, basis: Basis | None, probes: Probes | None) -> tuple[Tensor, Tensor]:
         if k.form == VECTOR and probes is not None and self._shape[-1]:
@@ -273,7 +265,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             torch.linalg.LinAlgError: in second derivatives, a factor has nearly dependent eigenvectors.
         """
         given = self._probes(probes, generator, stopping(None, 1000, None, _torch_dtype(self.dtype)))
-        return self._tensors(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k), given)), identities=self._form == EQUAL)
+        return self._on_shifted(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k), given)), identities=self._form == EQUAL)
 
     def inv_quad_logdet(
         self,
@@ -313,7 +305,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             total = (b.conj() * self._solve(k, b, iterative, basis)).sum(-1 if b.ndim == 1 else (-2, -1))
             return total.real if total.is_complex() else total, algebra.log_of(*self._slogdet(k, basis, given))
 
-        return InvQuadLogdet(*self._tensors(both, b, names=["b"], identities=self._form == EQUAL))
+        return InvQuadLogdet(*self._on_shifted(both, b, names=["b"], identities=self._form == EQUAL))
 
     def sample(self, sample_shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
         """Normal vectors of mean 0 and covariance A, with derivatives to factors and s of the first order.
@@ -347,7 +339,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             found = shifted.sample(k, draw)
             return found.movedim(-1, 0).reshape(*sizes, *self._shape[:-1])
 
-        return self._tensors(sample, identities=self._form != KRONECKER)
+        return self._on_shifted(sample, identities=self._form != KRONECKER)
 
     def eigh(self) -> algebra.Eigh:
         """Eigenvalues and eigenvectors of Hermitian factors and a D of equal elements, as those of `KroneckerProduct.eigh`.
@@ -358,12 +350,12 @@ class KroneckerPlusDiagonal(LazyOperator):
         """
         from fastkron_py.kron.operators.product import KroneckerProduct
 
-        values, vectors = self._tensors(self._eigh, identities=True)
+        values, vectors = self._on_shifted(self._eigh, identities=True)
         return algebra.Eigh(values, KroneckerProduct(vectors))
 
     def eigvalsh(self) -> Any:
         """The eigenvalues of `eigh`, in the same order."""
-        return self._tensors(lambda k: self._eigh(k)[0], identities=True)
+        return self._on_shifted(lambda k: self._eigh(k)[0], identities=True)
 
     def sqrt(self) -> KroneckerFunction:
         """``A^(1/2)`` of Hermitian factors, a D of equal elements and a positive semi-definite A, as `KroneckerProduct.sqrt`.
@@ -388,6 +380,32 @@ class KroneckerPlusDiagonal(LazyOperator):
         shifted.check_real(k.diagonals, "eigh")
         values, vectors = algebra.eigh(k.factors)
         return values + k.diagonals[0].real, vectors
+
+
+def plus_diagonal(product: LazyOperator, s: Any) -> KroneckerPlusDiagonal:
+    """``K + D`` for each kind of argument that `KroneckerProduct.add_diagonal` takes, but for operators."""
+    factors, n = product._arrays, product.shape[-1]
+    label, first = product._first
+    if isinstance(s, Sequence) and not isinstance(s, str | bytes):
+        given, labels, form = list(s), [f"s[{i}]" for i in range(len(s))], KRONECKER
+        if len(given) != len(factors):
+            raise value_error("s", f"{len(factors)} vectors, one for each factor", len(given))
+    elif getattr(s, "ndim", 0) == 0:
+        number = product._scalar(s, "s")
+        if not isinstance(number, Tensor):
+            return KroneckerPlusDiagonal(factors, (), EQUAL, number, product.shape)
+        return KroneckerPlusDiagonal(factors, [number.to(first.device, first.dtype)], EQUAL, None, product.shape)
+    else:
+        given, labels, form = [s], ["s"], EQUAL if s.shape[-1] == 1 else VECTOR
+    check_arrays([first, *given], [label, *labels])
+    for i, (label, t) in enumerate(zip(labels, given, strict=True)):
+        size = shape_of(factors[i])[-2:] if form == KRONECKER else (n, n)
+        if t.ndim == 0 or ((t.shape[-1], t.shape[-1]) != size and not (form == EQUAL and t.shape[-1] == 1)):
+            more = f", the diagonal that is added to factors[{i}]" if form == KRONECKER else " or [*batch, 1]"
+            expected = f"a vector [{size[0]}]" + more
+            raise value_error(label, expected, f"shape {tuple(t.shape)}")
+    batch = broadcast_batch([product.shape[:-2], *[tuple(t.shape[:-1]) for t in given]], "factors, s")
+    return KroneckerPlusDiagonal(factors, given, form, None, (*batch, n, n))
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:

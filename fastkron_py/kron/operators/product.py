@@ -12,11 +12,10 @@ from torch import Tensor
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import broadcast_batch, check_factor_shapes, factors_and_identities, is_identity, shape_of
 from fastkron_py.kron.operators import algebra
-from fastkron_py.kron.operators.add_diagonal import plus_diagonal
-from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays, check_dense_size, numbered
+from fastkron_py.kron.operators.lazy import LazyOperator, ProductOrSum, check_arrays, check_dense_size, numbered
 from fastkron_py.kron.operators.masked import MaskedKroneckerProduct, masked
 from fastkron_py.kron.operators.matrix_function import KroneckerFunction, square_root
-from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
+from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal, plus_diagonal
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -25,7 +24,7 @@ DIAGONAL_LIMIT: Final = 2**30
 NORMS: Final = ("fro", "nuc", 1, 2, math.inf)
 
 
-class KroneckerProduct(LazyOperator):
+class KroneckerProduct(ProductOrSum):
     """The Kronecker product ``K = F1 (x) ... (x) FN`` as a linear operator that is never built.
 
     ``K @ x`` and ``x @ K`` multiply as `kron_matmul_left` and `kron_matmul` do; ``K @ K2`` multiplies factor
@@ -89,21 +88,6 @@ class KroneckerProduct(LazyOperator):
         first = [is_identity(f) for f in self._factors].index(False)
         return KroneckerProduct([*self._factors[:first], function(self._factors[first]), *self._factors[first + 1 :]])
 
-    def __mul__(self, scalar: Any) -> KroneckerProduct:
-        scalar = self._scalar(scalar)
-        return self._scaled(lambda f: f * scalar)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, scalar: Any) -> KroneckerProduct:
-        scalar = self._scalar(scalar)
-        if not isinstance(scalar, Tensor) and scalar == 0:
-            raise value_error("scalar", "a divisor other than 0", scalar)
-        return self._scaled(lambda f: f / scalar)
-
-    def __neg__(self) -> KroneckerProduct:
-        return self._scaled(lambda f: -f)
-
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
         """``self (x) other``: an operator of both's factors.
 
@@ -141,29 +125,8 @@ class KroneckerProduct(LazyOperator):
         """
         return self._run(algebra.trace)
 
-    def slogdet(self) -> algebra.SlogDet:
-        """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each.
-
-        Finite wherever the factors' determinants are neither 0 nor infinite, however large the product is.
-
-        Raises:
-            TypeError: float16 or bfloat16 factors.
-            ValueError: a factor is not square.
-        """
-        return algebra.SlogDet(*self._run(algebra.slogdet))
-
-    def logdet(self) -> Any:
-        """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
-
-        Raises:
-            TypeError: float16 or bfloat16 factors.
-            ValueError: a factor is not square.
-
-        Example:
-            >>> KroneckerProduct([2 * torch.eye(8)] * 10).logdet() / 8**10  # log 2, per dimension and factor
-            tensor(6.9315)
-        """
-        return self._run(algebra.logdet)
+    def _slogdet(self, factors: list[Any], others: list[Any]) -> tuple[Tensor, Tensor]:
+        return algebra.slogdet(factors)
 
     def det(self) -> Any:
         """The determinant, ``[*batch]``; of large products it is 0 or infinite, and `slogdet` is not."""
@@ -198,7 +161,7 @@ class KroneckerProduct(LazyOperator):
             >>> K.solve(torch.ones(20, 3)).shape
             torch.Size([20, 3])
         """
-        return self._on_tensors(lambda t: algebra.solve(t[:-1], t[-1]), [*self._factors, b], [*self._names, "b"])
+        return self._on_parts(lambda factors, _, b: algebra.solve(factors, b), b, names=["b"], autocast=True, identities=True)
 
     def cholesky(self) -> KroneckerProduct:
         """The lower triangular L of ``K = L @ L.mH``, of factors that are Hermitian and positive definite.

@@ -17,7 +17,6 @@ from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.cg import WHOLE, Convergence, Inner, Stopping, conjugate_gradients
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.matrix_function import multiply_by_function, square_root
-from fastkron_py.kron.operators.monomial import monomial
 from fastkron_py.kron.operators.pencil import WHOLE as WHOLE_BASIS
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, check_positive, combined, eigenbasis, reduced
 from fastkron_py.runtime.errors import value_error
@@ -117,7 +116,7 @@ def slogdet(k: Shifted, basis: Basis | None, share: Share = WHOLE_BASIS) -> tupl
         return (
             (sign, log)
             if count == 1
-            else (monomial([sign], [count], signs=True).to(sign.dtype), algebra.times(log.double(), count).to(log.dtype))
+            else (algebra.monomial([sign], [count], signs=True).to(sign.dtype), algebra.times(log.double(), count).to(log.dtype))
         )
     of_diagonal = algebra.slogdet([torch.diag_embed(d) for d in k.diagonals])
     return sign * of_diagonal[0], log + of_diagonal[1]

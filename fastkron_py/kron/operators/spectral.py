@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -18,12 +17,12 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.operators.algebra import kron_vectors
-from fastkron_py.kron.operators.implicit import linear_solve, pull_back
+from fastkron_py.kron.operators.implicit import OfForm, linear_solve, pull_back
 from fastkron_py.kron.operators.modes import sum_matmul
 from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined, schur_basis
 from fastkron_py.kron.operators.schur import solve_triangular
 from fastkron_py.kron.scaled import multiply_scaled
-from fastkron_py.runtime.batching import batchable_one_by_one, vmap_by_sample
+from fastkron_py.runtime.batching import batchable_one_by_one
 from fastkron_py.runtime.precision import has_precisions, resolved
 
 Slogdet = tuple[Tensor, Tensor]
@@ -284,20 +283,7 @@ def _logs(diagonal: Tensor, is_complex: bool) -> Tensor:
     return (diagonal.to(diagonal.dtype.to_complex()).log() if is_complex else diagonal.abs().log()).sum(-1)
 
 
-class _OfForm(torch.autograd.Function):
-    """The common part of the three functions below: arguments are a form and tensors."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.form, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @classmethod
-    def vmap(cls, info: Any, in_dims: Sequence[Any], form: _LogForm, *tensors: Tensor) -> tuple[Any, Any]:
-        return vmap_by_sample(partial(cls.apply, form), info.batch_size, in_dims[1:], tensors, ())
-
-
-class _LogSum(_OfForm):
+class _LogSum(OfForm):
     """The first tensor, the sum, with derivatives to the next ones, shift and factors; then eigenvalues, vectors and their inverses."""
 
     @staticmethod
@@ -312,7 +298,7 @@ class _LogSum(_OfForm):
         return None, None, *found, *[None] * (len(tensors) - len(found))
 
 
-class _LogSumGradient(_OfForm):
+class _LogSumGradient(OfForm):
     """The gradients of shift and factors, of a cotangent and the tensors of `_LogSum` but its first."""
 
     @staticmethod
@@ -332,7 +318,7 @@ class _LogSumGradient(_OfForm):
         return None, *found, *[None] * (len(ctx.saved_tensors) - len(found))
 
 
-class _LogSumSecond(_OfForm):
+class _LogSumSecond(OfForm):
     """The gradients of the cotangent, shift and factors, of cotangents of `_LogSumGradient`'s results and its tensors."""
 
     @staticmethod

@@ -144,14 +144,20 @@ def tune(
         raise value_error("budget", "a positive number of seconds", budget)
     if not isinstance(progress, bool) and not callable(progress):
         raise type_error("progress", "True, False or a function", type_name(progress))
-    if not isinstance(progress, bool):
-        return run(x4, matrices, precision, budget, progress, save)
-    line = _Line() if progress and sys.stderr.isatty() else None
+    shows = progress is True and sys.stderr.isatty()
+    report = progress if callable(progress) else _show if shows else lambda _: None
     try:
-        return run(x4, matrices, precision, budget, line or (lambda _: None), save)
+        return run(x4, matrices, precision, budget, report, save)
     finally:
-        if line is not None:
-            line.end()
+        if shows:
+            print(file=sys.stderr)
+
+
+def _show(now: TuningProgress) -> None:
+    """Write how far the search is over the last line of standard error."""
+    text = f"tuning: {now.trials} trials in {now.seconds:.0f} of {now.budget:.0f} s, "
+    text += f"{now.best_seconds * 1e6:.1f} us (closed form {now.default_seconds * 1e6:.1f})"
+    print(f"\r{text:<90}", end="", file=sys.stderr, flush=True)
 
 
 def run(x4: Tensor, matrices: Sequence[Tensor], precision: str | None, budget: float, report: Report, save: bool) -> TuningResult:
@@ -246,17 +252,3 @@ def _random_like(t: Tensor) -> Tensor:
     overlapping = any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True))
     new = torch.empty_like(t) if overlapping else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
     return new.normal_().mul_(1 / math.sqrt(t.shape[-2]) if t.ndim > 1 else 1.0)
-
-
-class _Line:
-    """One line of standard error, written over."""
-
-    def __call__(self, now: TuningProgress) -> None:
-        """Show how far the search is."""
-        text = f"tuning: {now.trials} trials in {now.seconds:.0f} of {now.budget:.0f} s, "
-        text += f"{now.best_seconds * 1e6:.1f} us (closed form {now.default_seconds * 1e6:.1f})"
-        print(f"\r{text:<90}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Leave the line."""
-        print(file=sys.stderr)

@@ -15,10 +15,9 @@ from triton import knobs
 
 from fastkron_py.kron import problem as problems
 from fastkron_py.kron.canonical import Scale
-from fastkron_py.kron.families import BY_NAME, TUNABLE, family_of, offers
+from fastkron_py.kron.families import BY_NAME, TUNABLE, family_of
 from fastkron_py.kron.forward import is_mergeable, launches_of, multiply_problem, with_whole_rows
-from fastkron_py.kron.plan.steps import Launch
-from fastkron_py.kron.planner import choose, plans, segment_of
+from fastkron_py.kron.planner import choose, plans
 from fastkron_py.kron.tune.api import TuningProgress, TuningResult
 from fastkron_py.kron.tune.choice import WIDTHS, Choice, TunedLaunch, is_offered, obstacle, problem_of
 from fastkron_py.kron.tune.table import lookup
@@ -100,43 +99,25 @@ def whole_plans(multiply: problems.Problem) -> list[Choice]:
 
 
 def alternatives(multiply: problems.Problem, choice: Choice, number: int) -> list[Choice]:
-    """Choices with another launch in place of one: of each family that offers one, as it is and with the family's configurations.
-
-    Equal launches of equal factors change together.
-    """
+    """Choices with other configurations of one launch, those of its family. Equal launches of equal factors change together."""
     factors = multiply.shapes
-    chosen, wanted = choice.launches[number], _signature(choice.launches[number], factors)
+    chosen = choice.launches[number]
+    tunable = TUNABLE.get(chosen.family)
+    if tunable is None:
+        return []
     problem = launches_of(multiply, choice)[number]
-    found = list[TunedLaunch]()
-    for each in dict.fromkeys([replace(chosen, config=None), *_offered(multiply, problem.launch)]):
-        tunable = TUNABLE.get(each.family)
-        configs = () if tunable is None else tunable.choices(replace(problem, launch=each.as_launch(factors)))
-        found += [each, *[replace(each, config=config) for config in configs]]
+    configs = tunable.choices(replace(problem, launch=replace(chosen, config=None).as_launch(factors)))
+    alike = [_signature(each, factors) == _signature(chosen, factors) for each in choice.launches]
     return [
-        Choice(tuple([_moved(each, old.start) if _signature(old, factors) == wanted else old for old in choice.launches])) for each in found
+        Choice(tuple([replace(each, config=config) if same else each for each, same in zip(choice.launches, alike, strict=True)]))
+        for config in (None, *configs)
     ]
-
-
-def _offered(multiply: problems.Problem, launch: Launch) -> list[TunedLaunch]:
-    """The launch of least modelled time that each family offers for the factors of a launch."""
-    found = []
-    for name in BY_NAME:
-        segment = segment_of(replace(multiply, families=(name,)), launch.start, launch.stop, WIDTHS, bool(multiply.half))
-        offer = offers(segment).get(name, "")
-        if not isinstance(offer, str):
-            found.append(TunedLaunch.of(min(offer, key=lambda candidate: candidate[0])[1].shifted(launch.start)))
-    return found
-
-
-def _moved(launch: TunedLaunch, start: int) -> TunedLaunch:
-    """The same launch of factors from start on."""
-    shift = start - launch.start
-    return replace(launch, steps=tuple([(first + shift, stop + shift) for first, stop in launch.steps]))
 
 
 def _signature(launch: TunedLaunch, factors: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
     """All that a launch is, but for where its factors stand."""
-    return _moved(launch, 0), factors[launch.start : launch.steps[-1][1]]
+    steps = tuple([(start - launch.start, stop - launch.start) for start, stop in launch.steps])
+    return replace(launch, steps=steps), factors[launch.start : launch.steps[-1][1]]
 
 
 # ---- trials ----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Coefficients are tuples of values that broadcast with x.
 """
 
 from fastkron_py.runtime.optional_triton import tl, triton
-from fastkron_py.tiling.approximations import quick_minus_signed
 
 
 @triton.jit
@@ -47,6 +46,23 @@ def times_sign(value, x):
 def minus_product(c, odd, slope, v, x, APPROXIMATE: tl.constexpr):
     """``c - odd * slope``."""
     return c - odd * slope
+
+
+@triton.jit
+def quick_minus_signed(c, f, g, x):
+    """``c - sign(x) * f * g``: a sum under a predicate, with the sign set by one instruction.
+
+    The result is written before the last operand is read, so it has ``&``: else the compiler may give it that operand's register.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 s; setp.neu.f32 p, $4, 0f00000000; lop3.b32 s, $2, $4, 0x80000000, 0xd2; mov.b32 $0, $1;"
+        " @p fma.rn.f32 $0, s, $3, $1; }",
+        "=&r,r,r,r,r",
+        [c, f, g, x],
+        tl.float32,
+        True,
+        1,
+    )
 
 
 @triton.jit

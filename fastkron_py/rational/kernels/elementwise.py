@@ -9,7 +9,6 @@ import triton.language as tl
 
 from fastkron_py.rational.denominators.device import unchanged
 from fastkron_py.rational.kernels.function import _add_coefficients, _appended, _load_coefficients, _rational, _rational_slopes
-from fastkron_py.tiling.approximations import quick_float32
 
 # Integers that kernels are not specialised for: constants give the layout of vectors, so nothing would be gained.
 _NUMBERS = (
@@ -27,6 +26,12 @@ _NUMBERS = (
     "stride_bg",
     "stride_bj",
 )
+
+
+@triton.jit
+def quick_float32(x):
+    """bfloat16 as float32, exactly: an instruction for each of two neighbours in a register."""
+    return tl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], tl.float32, True, 2)
 
 
 @triton.jit

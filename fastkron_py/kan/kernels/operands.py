@@ -1,0 +1,187 @@
+"""Device code that prepares operands of a polynomial KAN layer's products, and adds up partial sums of its coefficients' gradients."""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.tiling.products import high_half, rounded
+
+
+@triton.jit
+def _low_half(x):
+    """The remainder of a number beyond TF32, itself rounded to TF32; 0 for infinities and NaN, which the number itself carries."""
+    low = x - high_half(x)
+    return tl.where(low == low, rounded(low), 0.0)
+
+
+@triton.jit
+def _low_halves_kernel(
+    x_ptr,  # [M, N], float32
+    low_ptr,  # [M, STRIDE]
+    copy_ptr,  # [M, STRIDE], for COPY
+    size,  # M * STRIDE
+    columns,
+    stride,
+    COPY: tl.constexpr,  # also copy x, whose rows are shorter; else these are one run
+    BLOCK: tl.constexpr,
+):
+    """The low half of every number; 0 beyond the last column."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    i = first + tl.arange(0, BLOCK)
+    if COPY:
+        at = (first % stride).to(tl.int32) + tl.arange(0, BLOCK)  # divided in 32 bits, which is quick
+        column = at % stride
+        row = first // stride + at // stride
+        x = tl.load(x_ptr + row * columns + column, mask=(i < size) & (column < columns), other=0.0)
+        tl.store(copy_ptr + i, x, mask=i < size)
+    else:
+        x = tl.load(x_ptr + i, mask=i < size, other=0.0)
+    tl.store(low_ptr + i, _low_half(x), mask=i < size)
+
+
+@triton.jit
+def _transpose_tile(
+    program,
+    tensors,  # x, its transposed, low halves of it, sums: see the kernel, as for all that follows
+    sizes,
+    strides,
+    FIRST: tl.constexpr,
+    LOW: tl.constexpr,
+    ROUND: tl.constexpr,
+    SUMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BATCHES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One tile of `_transpose_kernel`."""
+    x_ptr, transposed_ptr, low_ptr, sums_ptr = tensors
+    rows, columns = sizes
+    stride_b, stride_m, stride_n = strides
+    tiles_m = tl.cdiv(rows, BLOCK)
+    tiles_n = tl.cdiv(columns, BLOCK)
+    batch = (program // (tiles_m * tiles_n)).to(tl.int64)
+    m = program // tiles_n % tiles_m * BLOCK + tl.arange(0, BLOCK)
+    n = program % tiles_n * BLOCK + tl.arange(0, BLOCK)
+    x_tile = x_ptr + ((batch + FIRST) * stride_b + m.to(tl.int64)[:, None] * stride_m + n[None, :])
+    x = tl.trans(tl.load(x_tile, mask=(m < rows)[:, None] & (n < columns)[None, :], other=0.0))
+    if WIDTH > 0:
+        at = ((n // WIDTH * BATCHES + batch) * WIDTH + n % WIDTH)[:, None] * stride_n + m[None, :]
+    else:
+        at = batch * columns * stride_n + n.to(tl.int64)[:, None] * stride_n + m[None, :]
+    mask = (n < columns)[:, None] & (m < rows)[None, :]
+    tl.store(transposed_ptr + at, tl.where(x == x, rounded(x), x) if ROUND else x, mask=mask)
+    if LOW:
+        tl.store(low_ptr + at, _low_half(x), mask=mask)
+    if SUMS:
+        part = batch * tiles_m + program // tiles_n % tiles_m
+        tl.store(sums_ptr + part * columns + n, tl.sum(x, 1), mask=n < columns)
+
+
+@triton.jit
+def _transpose_kernel(
+    x_ptr,  # [FIRST + B, M, N], in these strides; float32 for LOW and ROUND
+    transposed_ptr,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up, BATCHES at least B; rows in this stride
+    low_ptr,  # the same shape, for LOW
+    sums_ptr,  # [B, tiles of rows, N], for SUMS
+    rows,
+    columns,
+    stride_b,
+    stride_m,
+    stride_n,  # of the result
+    FIRST: tl.constexpr,  # matrices of x that are left out
+    LOW: tl.constexpr,  # also write low halves
+    ROUND: tl.constexpr,  # write numbers that round when a tensor core cuts them off
+    SUMS: tl.constexpr,  # also sum up each tile's columns
+    WIDTH: tl.constexpr,
+    BATCHES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Matrices transposed, as operands of a tensor core whose columns run along the reduction."""
+    tensors = (x_ptr, transposed_ptr, low_ptr, sums_ptr)
+    strides = (stride_b, stride_m, stride_n)
+    _transpose_tile(tl.program_id(0), tensors, (rows, columns), strides, FIRST, LOW, ROUND, SUMS, WIDTH, BATCHES, BLOCK)
+
+
+@triton.jit
+def _transpose_both_kernel(
+    a_ptr,  # [FIRST + B, M, N], float32, in one run
+    a_transposed_ptr,  # [B, N, M], rows in this stride
+    a_low_ptr,
+    x_ptr,  # [M, N], float32, in this stride
+    transposed_ptr,  # [N, M], rows in this stride
+    low_ptr,
+    sums_ptr,  # [tiles of rows, N], for SUMS
+    upright_low_ptr,  # [M, N], low halves in rows of this stride
+    copy_ptr,  # [M, N] in the same rows, for COPY
+    a_rows,
+    a_columns,
+    a_stride_n,
+    a_programs,  # the first ones
+    rows,
+    columns,
+    stride_m,
+    stride_n,
+    stride_low,
+    FIRST: tl.constexpr,
+    SUMS: tl.constexpr,
+    COPY: tl.constexpr,  # also copy x
+    BLOCK: tl.constexpr,
+):
+    """`_transpose_kernel` of two operands, with their low halves, in one launch; also the low halves of the second as it is."""
+    program = tl.program_id(0)
+    if program < a_programs:
+        tensors = (a_ptr, a_transposed_ptr, a_low_ptr, a_low_ptr)
+        strides = (a_rows.to(tl.int64) * a_columns, a_columns, a_stride_n)
+        _transpose_tile(program, tensors, (a_rows, a_columns), strides, FIRST, True, False, False, 0, 0, BLOCK)
+    else:
+        tensors = (x_ptr, transposed_ptr, low_ptr, sums_ptr)
+        tiles_n = tl.cdiv(columns, BLOCK)
+        m = (program - a_programs) // tiles_n * BLOCK + tl.arange(0, BLOCK)
+        n = (program - a_programs) % tiles_n * BLOCK + tl.arange(0, BLOCK)
+        mask = (m < rows)[:, None] & (n < columns)[None, :]
+        x = tl.load(x_ptr + (m.to(tl.int64)[:, None] * stride_m + n[None, :]), mask=mask, other=0.0)
+        at = m.to(tl.int64)[:, None] * stride_low + n[None, :]
+        tl.store(upright_low_ptr + at, _low_half(x), mask=mask)
+        if COPY:
+            tl.store(copy_ptr + at, x, mask=mask)
+        _transpose_tile(program - a_programs, tensors, (rows, columns), (0, stride_m, stride_n), 0, True, False, SUMS, 0, 0, BLOCK)
+
+
+@triton.jit
+def _sum_segments_kernel(
+    partial_ptr,  # [segments, TERMS, O, I]
+    out_ptr,  # [TERMS, O, I]
+    num_in,
+    num_out,
+    blocks,
+    programs,
+    segments,
+    TERMS: tl.constexpr,
+    FIRST: tl.constexpr,
+    DEGREES: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # of o
+    BLOCK_N: tl.constexpr,  # of j
+    ROWS: tl.constexpr,  # divides BLOCK_M
+):
+    """Sums over the programs that worked on an entry's tile, in their order: `_poly_kan_pipelined_dcoef_kernel` says which these are.
+
+    A program adds up ROWS rows of one degree of a tile.
+    """
+    tiles_o = tl.cdiv(num_out, BLOCK_M)
+    tiles_j = tl.cdiv(num_in, BLOCK_N)
+    parts_o = tl.cdiv(num_out, ROWS)
+    column = tl.program_id(0) % tiles_j
+    part = tl.program_id(0) // tiles_j % parts_o
+    d = FIRST + tl.program_id(0) // (tiles_j * parts_o)
+    tile = (((d - FIRST) // DEGREES * tiles_j + column) * tiles_o + part * ROWS // BLOCK_M).to(tl.int64)
+    units = (part * 0 + (TERMS - FIRST + DEGREES - 1) // DEGREES).to(tl.int64) * tiles_j * tiles_o * blocks
+    owner = ((tile * blocks + 1) * programs - 1) // units
+    last = ((tile + 1) * blocks * programs - 1) // units
+    o = part * ROWS + tl.arange(0, ROWS)
+    j = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (o < num_out)[:, None] & (j < num_in)[None, :]
+    plane = num_out.to(tl.int64) * num_in
+    i = d * plane + o.to(tl.int64)[:, None] * num_in + j[None, :]
+    acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    for r in range(0, segments):
+        acc += tl.load(partial_ptr + plane * (TERMS * r) + i, mask=inside & (r + i * 0 <= last - owner), other=0.0)
+    tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=inside)
