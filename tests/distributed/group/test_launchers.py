@@ -22,7 +22,7 @@ from rank_pool import TIMEOUT, RankPool
 from fastkron_py.distributed import ProcessGrid, init_process_group
 from fastkron_py.distributed.group.bootstrap import _exchange, _report, judge
 from fastkron_py.distributed.group.failures import pack_error
-from fastkron_py.distributed.group.launchers import Launch, find_launch
+from fastkron_py.distributed.group.launchers import Launch, find_launch, first_host
 
 
 def reports(result: subprocess.CompletedProcess[str]) -> list[dict]:
@@ -105,6 +105,14 @@ def test_mpirun_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPa
         find_launch(1.0)
 
 
+@pytest.mark.usefixtures("no_launcher")
+def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="expected an integer in the environment variable RANK; got 'one'"):
+        find_launch(1.0)
+
+
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
 
 
@@ -134,6 +142,12 @@ def test_an_allocation_without_srun() -> None:
     assert result.stdout == "single\n", result.stderr
     assert "<string>:3: RuntimeWarning: init_process_group: this process runs as the only rank in a Slurm allocation" in result.stderr
     assert "rank 0 of 1 on cpu, backend gloo, started by single" in result.stderr
+
+
+def test_first_host_of_a_slurm_list() -> None:
+    lists = {"gpu[007-012,20],cpu1": "gpu007", "a1,b2": "a1", "rack2-n[3]": "rack2-n3", "n1": "n1", "a-[1,3]-x": "a-1-x"}
+    for nodes, host in lists.items():
+        assert first_host(nodes) == host
 
 
 # ---- what ranks refuse alike ---------------------------------------------------------------------

@@ -147,6 +147,18 @@ def test_a_process_leaves_though_its_gpu_waits(ends: dict[str, dict[str, Any]]) 
     assert end["err"].splitlines() == [f"fastkron_py: {watch_job.STAGE}: {why}"]
 
 
+def test_what_is_finished_is_forgotten() -> None:
+    done = mock.Mock(query=lambda: True)
+    with mock.patch.object(watch, "_thread", mock.Mock()):
+        watch.note_event("first", done, (0, 1))
+        watch.note_event("second", Never(), (0, 1))
+        watch.note_event("third", done, (0, 1))
+    assert [w.text for w in watch._under_way] == ["second", "third"]
+    assert watch.unfinished() == "second"
+    watch._under_way.clear()
+    assert watch.unfinished() is None
+
+
 @pytest.mark.parametrize("gone", [[], [1]])
 def test_the_thread_asks_no_gpu_while_everybody_is_there(monkeypatch: pytest.MonkeyPatch, gone: list[int]) -> None:
     """A query from a second thread would spoil a graph that is being captured."""

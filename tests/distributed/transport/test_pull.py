@@ -344,6 +344,15 @@ def test_in_any_order(blocks: InBlocks | None, draws: int) -> None:
             assert torch.equal(found, expected)
 
 
+def test_no_event_is_waited_for_across_the_border_of_a_graph() -> None:
+    with world_of(2, 8) as world:
+        slots = world.slots[0]
+        for in_graph, kept in ((False, True), (True, False), (True, False), (False, False), (False, True)):
+            slots.release(0)
+            slots.begin(in_graph)
+            assert (slots._free[0].stream is not None) == kept  # type: ignore[attr-defined]
+
+
 def test_a_driver_that_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "flag_operations", lambda *_: 1)
     with world_of(2, 8) as world, pytest.raises(RuntimeError, match="cuStreamBatchMemOp: expected 0; got 1"):
