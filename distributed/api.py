@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from fastkron_py.distributed.agreement import Agreement, agree, refuse
 from fastkron_py.distributed.call import Call, check_blocks, checked, row_groups
-from fastkron_py.distributed.group.agreement import Agreement, agree, refuse
-from fastkron_py.distributed.group.failures import REFUSALS
-from fastkron_py.distributed.group.grid import ProcessGrid, grid_of_call
+from fastkron_py.distributed.cost import links_for
+from fastkron_py.distributed.failures import REFUSALS
+from fastkron_py.distributed.grid import ProcessGrid, grid_of_call
+from fastkron_py.distributed.layout import way, widths
 from fastkron_py.distributed.pipeline import Pipeline, explained, fit, free_memory
-from fastkron_py.distributed.plan.cost import links_for
-from fastkron_py.distributed.plan.layout import way, widths
-from fastkron_py.distributed.plan.planner import Plan
-from fastkron_py.distributed.plan.planner import plan as make_plan
+from fastkron_py.distributed.plan import Plan
+from fastkron_py.distributed.plan import plan as make_plan
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import Reduction, replicate, tied
 from fastkron_py.distributed.transport.transfer import RowGroup, transport_of

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fastkron_py.distributed.group.grid import ProcessGrid
-from fastkron_py.distributed.plan.layout import chunk_offsets, widths
-from fastkron_py.distributed.plan.planner import Plan
+from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.layout import chunk_offsets, widths
+from fastkron_py.distributed.plan import Plan
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import Reduction, check_reduction
 from fastkron_py.kron.checks import check_factor_shapes, check_tensors, factors_and_identities, is_identity, shape_of

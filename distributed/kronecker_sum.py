@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from fastkron_py.distributed.agreement import refuse
 from fastkron_py.distributed.api import multiply
 from fastkron_py.distributed.call import Call, scalar_text, shape_texts
-from fastkron_py.distributed.group.agreement import refuse
-from fastkron_py.distributed.group.failures import REFUSALS
-from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
+from fastkron_py.distributed.failures import REFUSALS
+from fastkron_py.distributed.grid import ProcessGrid, grid_for
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
 from fastkron_py.distributed.product import KroneckerProduct
 from fastkron_py.distributed.replicated import Reduction

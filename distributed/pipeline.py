@@ -15,10 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.group.failures import check_plain, rank_text
-from fastkron_py.distributed.plan.cost import FALLBACK
-from fastkron_py.distributed.plan.layout import Exchange, Stage, by_rows, chunk_offsets, widths
-from fastkron_py.distributed.plan.planner import Plan, plan
+from fastkron_py.distributed.cost import FALLBACK
+from fastkron_py.distributed.failures import check_plain, rank_text
+from fastkron_py.distributed.layout import Exchange, Stage, by_rows, chunk_offsets, widths
+from fastkron_py.distributed.plan import Plan, plan
 from fastkron_py.distributed.replicated import tied
 from fastkron_py.distributed.transport.transfer import Place, RowGroup, Transfer, Work, finish, ready_now, start, wave
 from fastkron_py.distributed.whole_rows import WholeRows

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastkron_py.distributed.agreement import agree, refuse
 from fastkron_py.distributed.api import kron_matmul_left, multiply
 from fastkron_py.distributed.call import Call
-from fastkron_py.distributed.group.agreement import agree, refuse
-from fastkron_py.distributed.group.failures import REFUSALS, CollectiveError
-from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
+from fastkron_py.distributed.failures import REFUSALS, CollectiveError
+from fastkron_py.distributed.grid import ProcessGrid, grid_for
 from fastkron_py.distributed.operator import GridOperator
 from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, as_given, right_hand_block, rows_of
 from fastkron_py.kron.checks import is_identity

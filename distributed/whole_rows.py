@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.group.failures import check_plain
-from fastkron_py.distributed.plan.layout import by_rows
-from fastkron_py.distributed.plan.planner import Plan
+from fastkron_py.distributed.failures import check_plain
+from fastkron_py.distributed.layout import by_rows
+from fastkron_py.distributed.plan import Plan
 from fastkron_py.distributed.transport.copies import copy
 from fastkron_py.distributed.transport.transfer import (
     Channel,

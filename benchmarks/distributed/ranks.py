@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py.distributed import Plan, Problem, ProcessGrid, init_process_group, kron_matmul, plan
-from fastkron_py.distributed.group.agreement import agree
+from fastkron_py.distributed.agreement import agree
 from fastkron_py.kron.operators.algebra import kron_range
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}

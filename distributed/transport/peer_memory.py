@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.group.failures import stage
-from fastkron_py.distributed.group.grid import ProcessGrid
-from fastkron_py.distributed.group.watch import note
-from fastkron_py.distributed.plan.cost import DIRECT, Links, Site
-from fastkron_py.distributed.plan.layout import Leg, Offsets, chunk_offsets, even_offsets
+from fastkron_py.distributed.cost import DIRECT, Links, Site
+from fastkron_py.distributed.failures import stage
+from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.layout import Leg, Offsets, chunk_offsets, even_offsets
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.transport.copies import Copies
 from fastkron_py.distributed.transport.slots import SLOTS, Slots, open_slots
 from fastkron_py.distributed.transport.transfer import Channel, Multiply, RowGroup, Rows, Transfer, Transport, at_source, at_target, landed
+from fastkron_py.distributed.watch import note
 from fastkron_py.kron.planner import InBlocks
 
 FEWEST_CHUNKS: Final = 2

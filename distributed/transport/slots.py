@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.group.agreement import agree
-from fastkron_py.distributed.group.grid import ProcessGrid, when_closing
+from fastkron_py.distributed.agreement import agree
+from fastkron_py.distributed.grid import ProcessGrid, when_closing
 from fastkron_py.distributed.transport.flags import Flags
 
 T = TypeVar("T")

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.group.failures import check_plain, rank_text, stage
-from fastkron_py.distributed.group.grid import ProcessGrid
-from fastkron_py.distributed.group.watch import note
-from fastkron_py.distributed.plan.cost import FALLBACK, TRANSPORTS, TransportModel
-from fastkron_py.distributed.plan.layout import Exchange, Leg, Rectangle
+from fastkron_py.distributed.cost import FALLBACK, TRANSPORTS, TransportModel
+from fastkron_py.distributed.failures import check_plain, rank_text, stage
+from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.layout import Exchange, Leg, Rectangle
+from fastkron_py.distributed.watch import note
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
 LAG: Final = 2

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from unittest import mock
 
-from fastkron_py.distributed.group import watch
+from fastkron_py.distributed import watch
 
 STEP = 0.05
 """Seconds of this clock from a look to the next."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from clock import Clock
 
-from fastkron_py.distributed.group import failures, watch
+from fastkron_py.distributed import failures, watch
 
 TIMEOUT = 1.0
 LONG = 3 * TIMEOUT

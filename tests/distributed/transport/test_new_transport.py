@@ -14,7 +14,7 @@ from products import block, grid_for, make, multiply, single
 from rank_pool import RankPool
 
 from fastkron_py.distributed import Links, Plan, Problem, api, plan
-from fastkron_py.distributed.plan.cost import TRANSPORTS
+from fastkron_py.distributed.cost import TRANSPORTS
 from fastkron_py.distributed.transport.transfer import Transport
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from fastkron_py.distributed.plan.layout import Exchange, Leg, Way, by_rows, chunk_offsets, chunk_rows, even_offsets, widths
+from fastkron_py.distributed.layout import Exchange, Leg, Way, by_rows, chunk_offsets, chunk_rows, even_offsets, widths
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.kron.families import fragments, tile
 from fastkron_py.kron.planner import plans

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fastkron_py
 from fastkron_py.distributed import CollectiveError, KroneckerProduct, ProcessGrid, init_process_group, kron_matmul
-from fastkron_py.distributed.group.failures import rank_text
-from fastkron_py.distributed.group.grid import grid_of
+from fastkron_py.distributed.failures import rank_text
+from fastkron_py.distributed.grid import grid_of
 
 
 def place(shape, ranks=None, from_mesh=False):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal
 
-from fastkron_py.distributed.plan import show
-from fastkron_py.distributed.plan.cost import (
+from fastkron_py.distributed import show
+from fastkron_py.distributed.cost import (
     DIRECT,
     FALLBACK,
     NVLINK,
@@ -29,7 +29,7 @@ from fastkron_py.distributed.plan.cost import (
     stage_steps,
     training_seconds,
 )
-from fastkron_py.distributed.plan.layout import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
+from fastkron_py.distributed.layout import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
 from fastkron_py.distributed.problem import Problem, positive_sizes
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error

@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.group.barrier import Barrier, Round, open_barrier
-from fastkron_py.distributed.group.failures import PackedError, after_failure, differing, pack_error, rank_text, stage, unpack_error
+from fastkron_py.distributed.barrier import Barrier, Round, open_barrier
+from fastkron_py.distributed.failures import PackedError, after_failure, differing, pack_error, rank_text, stage, unpack_error
 from fastkron_py.runtime.errors import value_error
 
 if TYPE_CHECKING:
-    from fastkron_py.distributed.group.grid import ProcessGrid
+    from fastkron_py.distributed.grid import ProcessGrid
 
 LOCAL: Final = 4
 """Numbers that each rank may send along with its digest."""

@@ -23,8 +23,7 @@ from clock import Clock
 from launchers import start
 from rank_pool import RankPool
 
-from fastkron_py.distributed import CollectiveError, ProcessGrid, kron_matmul
-from fastkron_py.distributed.group import agreement, watch
+from fastkron_py.distributed import CollectiveError, ProcessGrid, agreement, kron_matmul, watch
 
 STAGE = "kron_matmul: stage 1 of 2: exchange of 1 MB with ranks 0-3"
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.plan.cost import FALLBACK
-from fastkron_py.distributed.plan.layout import Exchange
+from fastkron_py.distributed.cost import FALLBACK
+from fastkron_py.distributed.layout import Exchange
 from fastkron_py.distributed.transport.copies import copy, plain
 from fastkron_py.distributed.transport.transfer import Transfer, Transport, at_source, at_target, landed
 

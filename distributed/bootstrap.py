@@ -18,9 +18,9 @@ from typing import Any, Final, TypedDict
 import torch
 import torch.distributed as dist
 
-from fastkron_py.distributed.group.failures import PackedError, differing, pack_error, rank_text, stage, unpack_error
-from fastkron_py.distributed.group.grid import forget_groups
-from fastkron_py.distributed.group.launchers import Launch, find_launch
+from fastkron_py.distributed.failures import PackedError, differing, pack_error, rank_text, stage, unpack_error
+from fastkron_py.distributed.grid import forget_groups
+from fastkron_py.distributed.launchers import Launch, find_launch
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 logger = logging.getLogger("fastkron_py")

@@ -27,8 +27,8 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from fastkron_py.distributed.group.agreement import ended_ranks, group_timeout
-from fastkron_py.distributed.group.failures import after_failure, rank_text, when_failing
+from fastkron_py.distributed.agreement import ended_ranks, group_timeout
+from fastkron_py.distributed.failures import after_failure, rank_text, when_failing
 
 INTERVAL: Final = 0.5
 GRACE: Final = 2.0

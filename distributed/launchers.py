@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from fastkron_py.distributed.group.failures import stage
+from fastkron_py.distributed.failures import stage
 
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLURM_SIZES: Final = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES")

@@ -20,9 +20,9 @@ from launchers import HERE, JOB, LAUNCHERS, MPIEXEC, NO_MPI, start
 from rank_pool import TIMEOUT, RankPool
 
 from fastkron_py.distributed import ProcessGrid, init_process_group
-from fastkron_py.distributed.group.bootstrap import _exchange, _report, judge
-from fastkron_py.distributed.group.failures import pack_error
-from fastkron_py.distributed.group.launchers import Launch, find_launch, first_host
+from fastkron_py.distributed.bootstrap import _exchange, _report, judge
+from fastkron_py.distributed.failures import pack_error
+from fastkron_py.distributed.launchers import Launch, find_launch, first_host
 
 
 def reports(result: subprocess.CompletedProcess[str]) -> list[dict]:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fastkron_py.distributed.group.agreement import Control, agree, group_timeout, refuse
-from fastkron_py.distributed.group.failures import REFUSALS, rank_text, stage
-from fastkron_py.distributed.plan.layout import chunk_offsets
+from fastkron_py.distributed.agreement import Control, agree, group_timeout, refuse
+from fastkron_py.distributed.failures import REFUSALS, rank_text, stage
+from fastkron_py.distributed.layout import chunk_offsets
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DIMENSIONS: Final = ("rows", "cols")

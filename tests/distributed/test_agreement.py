@@ -12,8 +12,8 @@ import torch.distributed as dist
 from rank_pool import RankPool
 
 from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid, api, kron_matmul, plan
-from fastkron_py.distributed.group.agreement import agree
-from fastkron_py.distributed.group.failures import rank_text
+from fastkron_py.distributed.agreement import agree
+from fastkron_py.distributed.failures import rank_text
 
 SAME = {"call": "kron_matmul", "factors": [[8, 8], [8, 8]], "dtype": "float32"}
 

@@ -6,13 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fastkron_py.distributed.plan.cost import Step
-from fastkron_py.distributed.plan.layout import Exchange, Leg, Rectangle
+from fastkron_py.distributed.cost import Step
+from fastkron_py.distributed.layout import Exchange, Leg, Rectangle
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.runtime.errors import value_error
 
 if TYPE_CHECKING:
-    from fastkron_py.distributed.plan.planner import Plan
+    from fastkron_py.distributed.plan import Plan
 
 UNITS: Final = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 INK, MUTED = "#1f2933", "#7b8794"
