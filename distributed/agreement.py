@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -59,7 +59,6 @@ class Control:
     def __init__(self, ranks: Sequence[int], number: int = 0) -> None:
         self.ranks = tuple(ranks)
         self.grids = number  # that have been made over it
-        self.planned: set[Hashable] = set()  # keys of plans that have been compared
         self._busy = threading.RLock()
         self._failure = ""
         self._barrier: Barrier | None = None

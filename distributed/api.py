@@ -12,16 +12,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fastkron_py.distributed.agreement import Agreement, agree, refuse
+from fastkron_py.distributed.agreement import Agreement, refuse
 from fastkron_py.distributed.call import Call, check_blocks, checked, row_groups
-from fastkron_py.distributed.cost import links_for
 from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.grid import ProcessGrid, grid_of_call
 from fastkron_py.distributed.layout import way, widths
 from fastkron_py.distributed.pipeline import Pipeline, explained, fit, free_memory
-from fastkron_py.distributed.plan import Plan
+from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
 from fastkron_py.distributed.plan import plan as make_plan
-from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import Reduction, replicate, tied
 from fastkron_py.distributed.transport.transfer import RowGroup, transport_of
 from fastkron_py.functional import kron_matmul as local_kron_matmul
@@ -31,10 +29,7 @@ from fastkron_py.kron.into import in_blocks
 from fastkron_py.kron.modes import filled, merged
 from fastkron_py.kron.operators.algebra import matrices
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
-from fastkron_py.runtime.device import gpu_of
 
-_UNIT: Final = 1e9  # of a GPU's figures, which ranks tell each other as integers
-_FIGURE: Final = 1 << 20  # more than each
 PLANS: Final = 1024  # that are kept
 
 
@@ -157,9 +152,7 @@ def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
         refuse(where, error)
     # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
     # So does whether its launches read and write blocks: peers find parts accordingly.
-    # And its GPU's figures, since all ranks come to the same plan.
-    told = able.reads + 2 * able.writes + 4 * _figures(where.device)
-    agreement = Agreement(where, call.description(), local=(*call.x.shape, free_memory(call.x), told))
+    agreement = Agreement(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
     # Work without an exchange begins while the ranks hear of each other.
     factors = merged(call.factors)
     own = _own_factors(call, factors)
@@ -167,7 +160,7 @@ def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
     found = agreement.settle()
     m = check_blocks([sizes[:2] for sizes in found], where, call)
     if y is None:
-        planned = call.plan or _common_plan(call.problem(m), where, *_slowest([sizes[3] // 4 for sizes in found]))
+        planned = call.plan or _planned(call.problem(m), where.shape, where.device.type)
         chosen = fit(planned, [sizes[2] for sizes in found], where.ranks)
         common = [found[rank][3] for rank in row_groups(where, left)[where.col if left else where.row]]
         y = _multiply(call, factors, chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
@@ -244,34 +237,9 @@ def _run(pipeline: Pipeline, x: Tensor, recompute: bool) -> Tensor:
     return y
 
 
-@lru_cache(maxsize=64)
-def _figures(device: torch.device) -> int:
-    """Bandwidth of a GPU's links and memory in GB/s, in one number; 0 of a CPU."""
-    if device.type != "cuda":
-        return 0
-    gpu = gpu_of(device)
-    return round(gpu.link_bandwidth / _UNIT) * _FIGURE + round(gpu.bandwidth / _UNIT)
-
-
-def _slowest(figures: Sequence[int]) -> tuple[int, int]:
-    """The least of the ranks' figures, of links and of memory."""
-    return min([f // _FIGURE for f in figures]), min([f % _FIGURE for f in figures])
-
-
-def _common_plan(problem: Problem, grid: ProcessGrid, *figures: int) -> Plan:
-    """The plan for GPUs with these figures, which ranks compare once: they know of the same plans, since they make the same calls."""
-    chosen, key, known = _planned(problem, grid.shape, *figures), (problem, grid.shape, figures), grid.control.planned
-    if key not in known:
-        agree(grid, {"call": "plan", "plan": [chosen.cuts, chosen.chunks, chosen.transport]})
-        if len(known) >= PLANS:
-            known.clear()
-        known.add(key)
-    return chosen
-
-
 @lru_cache(maxsize=PLANS)
-def _planned(problem: Problem, shape: tuple[int, int], link_bandwidth: int, bandwidth: int) -> Plan:
-    """The plan for GPUs with these figures, in GB/s; of CPUs with 0."""
-    if not link_bandwidth:
-        return make_plan(problem, shape, chunks=1)  # multiplies and exchanges share the cores: chunks would only make them smaller
-    return make_plan(problem, shape, links=links_for(link_bandwidth * _UNIT, bandwidth * _UNIT))
+def _planned(problem: Problem, shape: tuple[int, int], device: str) -> Plan:
+    """The plan for ranks on devices of this type. The same on every rank: the rules know of nothing else."""
+    if device == "cpu":  # multiplies and exchanges share the cores: chunks would only make them smaller
+        return make_plan(problem, shape, chunks=1, transport=FALLBACK)
+    return make_plan(problem, shape)

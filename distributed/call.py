@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.layout import chunk_offsets, widths
-from fastkron_py.distributed.plan import Plan
-from fastkron_py.distributed.problem import Problem
+from fastkron_py.distributed.plan import Plan, Problem
 from fastkron_py.distributed.replicated import Reduction, check_reduction
 from fastkron_py.kron.checks import check_factor_shapes, check_tensors, factors_and_identities, is_identity, shape_of
 from fastkron_py.runtime.checks import check_precision, check_scalar

@@ -15,10 +15,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.cost import FALLBACK
 from fastkron_py.distributed.failures import check_plain, rank_text
 from fastkron_py.distributed.layout import Exchange, Stage, by_rows, chunk_offsets, widths
-from fastkron_py.distributed.plan import Plan, plan
+from fastkron_py.distributed.plan import FALLBACK, SMALLER_CHUNKS, Plan, plan
 from fastkron_py.distributed.replicated import tied
 from fastkron_py.distributed.transport.transfer import Place, RowGroup, Transfer, Work, finish, ready_now, start, wave
 from fastkron_py.distributed.whole_rows import WholeRows
@@ -28,7 +27,6 @@ from fastkron_py.kron.operators.algebra import matrices
 PLENTY: Final = -1
 """Stands for free memory that nobody looked at: this rank's block is small beside its device."""
 _SMALL: Final = 64
-CHUNKS: Final = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass
@@ -256,7 +254,7 @@ def fit(chosen: Plan, free: Sequence[int], ranks: Sequence[int]) -> Plan:
         return chosen
     limit = min(known)
     least = chosen
-    for candidate in _smaller(chosen):
+    for candidate in chosen.smaller():
         if needed(candidate) <= limit:
             return candidate
         least = min(least, candidate, key=needed)
@@ -284,18 +282,6 @@ def needed(chosen: Plan) -> int:
     return max(0, chosen.peak_memory - rows * -(-width // chosen.parts) * problem.dtype.itemsize)
 
 
-@lru_cache(maxsize=256)
-def _smaller(chosen: Plan) -> list[Plan]:
-    """The same stages with more chunks than these, fewest first; then packed, without another transport's own memory."""
-    problem = chosen.problem
-    return [
-        plan(problem, chosen.grid, stages=chosen.stages, chunks=c, links=chosen.links, transport=transport)
-        for transport in dict.fromkeys((chosen.transport, FALLBACK))
-        for c in CHUNKS
-        if c > chosen.chunks
-    ]
-
-
 def _advice(chosen: Plan, limit: int) -> str:
     """The grid of as many ranks that needs least; else any other one."""
     best = min((p for p in _other_grids(chosen)), key=needed)
@@ -303,7 +289,7 @@ def _advice(chosen: Plan, limit: int) -> str:
         return f"a {best.grid[0]} x {best.grid[1]} grid with chunks={best.chunks} needs {gib(needed(best))}"
     if chosen.problem.gradients:
         plain = replace(chosen.problem, gradients=False)
-        without = plan(plain, chosen.grid, stages=chosen.stages, chunks=CHUNKS[-1], links=chosen.links, transport=FALLBACK)
+        without = plan(plain, chosen.grid, stages=chosen.stages, chunks=SMALLER_CHUNKS[-1], transport=FALLBACK)
         if needed(without) <= limit:
             return f"without gradients, or with recompute=True, about {gib(needed(without))} are enough"
     return f"no grid of {chosen.world_size} ranks needs less than {gib(needed(best))}: take more ranks, or x in parts"
@@ -312,7 +298,7 @@ def _advice(chosen: Plan, limit: int) -> str:
 def _other_grids(chosen: Plan) -> list[Plan]:
     size = chosen.world_size
     shapes = [(size // d, d) for d in range(1, size + 1) if size % d == 0]
-    return [plan(chosen.problem, shape, chunks=c, links=chosen.links, transport=FALLBACK) for shape in shapes for c in (1, 16, CHUNKS[-1])]
+    return [plan(chosen.problem, shape, chunks=c, transport=FALLBACK) for shape in shapes for c in (1, 16, SMALLER_CHUNKS[-1])]
 
 
 def gib(size: float) -> str:

@@ -189,7 +189,7 @@ def show(found: dict[str, Any]) -> list[str]:
     lines = []
     products = found.get("scaling", {}).get("products", [])
     if products:
-        names = " ".join(f"{name:>8}" for name in ("ms", "model", "begun", "model", "TFLOP/s"))
+        names = " ".join(f"{name:>8}" for name in ("ms", "begun", "TFLOP/s"))
         lines.append(f"{'product':48} {'grid':6} {'how':18} {names} {'eff.':>5} {'sent GB':>8} {'hidden':>6}")
     for product in products:
         lines.append(f"{product['name']:48} alone  {'':18} {product['alone'] * 1e3:8.3f}")
@@ -197,8 +197,8 @@ def show(found: dict[str, Any]) -> list[str]:
             how = f"{g['stages']}".replace(" ", "") + f" /{g['chunks']}" + _sending(g)
             hidden = f"{g['hidden']:6.0%}" if "hidden" in g else ""
             lines.append(
-                f"{'':48} {g['grid']:6} {how:18} {g['seconds'] * 1e3:8.3f} {g['modelled'] * 1e3:8.3f}"
-                f" {g['begun'] * 1e3:8.3f} {g['modelled_begun'] * 1e3:8.3f} {g['flops'] / 1e12:8.1f}"
+                f"{'':48} {g['grid']:6} {how:18} {g['seconds'] * 1e3:8.3f}"
+                f" {g['begun'] * 1e3:8.3f} {g['flops'] / 1e12:8.1f}"
                 f" {g['efficiency']:5.0%} {g['bytes'] / 1e9:8.2f} {hidden}"
             )
             if len(g["also"]) > 1:

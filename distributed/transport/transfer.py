@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.cost import FALLBACK, TRANSPORTS, TransportModel
 from fastkron_py.distributed.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.layout import Exchange, Leg, Rectangle
+from fastkron_py.distributed.plan import FALLBACK, TRANSPORTS, TransportModel
 from fastkron_py.distributed.watch import note
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
@@ -77,7 +77,7 @@ class Channel:
 
 
 class Transport(TransportModel, Channel):
-    """One way for blocks to go from rank to rank: its cost (`TransportModel`), and how it sends, as its own channel by default.
+    """One way for blocks to go from rank to rank: what plans know of it, and how it sends, as its own channel by default.
 
     A new one is a file with a subclass, and a line in `fastkron_py.distributed.transport`.
     """
