@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -150,9 +151,9 @@ def survivor(how: str, code: int, after: float | None, output: str, errors: str,
     tail = errors.rstrip().splitlines()[-TAIL:]
     if lines:
         error = json.loads(lines[-1])
-    elif told and late is None and code:  # ended while it waited for its GPU: by the thread that told, or by torch's watchdog
-        stage = told[-1].removeprefix(TOLD).split(": rank")[0]
-        error = {"stage": stage, "message": told[-1].removeprefix(TOLD), "seconds": after}
+    elif told:  # it waited for its GPU, until torch's watchdog or this benchmark ended it
+        text = told[-1].removeprefix(TOLD)
+        error = {"stage": re.split(r": (?:ranks? [-\d, ]+ ended|the timeout)", text)[0], "message": late or text, "seconds": after}
     else:
         error = {"message": late or tail[-1:]}
     return {"how": how, "returncode": code, "ended_after": after, "told": told, "error": error, "errors": tail}
