@@ -203,10 +203,10 @@ class Agreement:
         self._control, self._ranks = grid.control, grid.ranks
         self._error = description if isinstance(description, Exception) else None
         said = {"fields": description} if self._error is None else {"error": pack_error(self._error)}
-        self._text = json.dumps({"grid": grid.layout} | said, separators=(",", ":"))
+        self._said = {"grid": grid.layout} | said
         self._stage = _stage(description)
         with stage(self._stage, self._control.ranks):
-            self._under_way = self._control.tell([*_digest(self._text), *local, *[0] * (LOCAL - len(local))])
+            self._under_way = self._control.tell([*_digest(repr(self._said)), *local, *[0] * (LOCAL - len(local))])
 
     def settle(self) -> list[tuple[int, ...]]:
         """Wait for all ranks' digests.
@@ -222,7 +222,7 @@ class Agreement:
         with stage(self._stage, self._control.ranks):
             rows = self._under_way.wait()
         if any(row[:2] != rows[0][:2] for row in rows):
-            error = compare(_gather_text(self._control, self._text), self._control.ranks)
+            error = compare(_gather_text(self._control, json.dumps(self._said, separators=(",", ":"))), self._control.ranks)
             raise error from self._error
         if self._error is not None:  # the same on every rank
             raise self._error

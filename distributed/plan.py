@@ -270,7 +270,11 @@ class Plan:
     @cached_property
     def most_elements(self) -> int:
         """Elements that a rank has before or after the exchange of one chunk, at most."""
-        legs = self._legs(max(self.chunk_rows(self.rows(0))))  # the first group has most rows
+        return self.most_elements_of(self.rows(0))  # the first group has most rows
+
+    def most_elements_of(self, rows: int) -> int:
+        """The same of a row group that has this number of rows."""
+        legs = self._legs(max(self.chunk_rows(rows)))
         return max(max(leg.held(r), leg.gets(r)) for leg in legs for r in range(self.parts))
 
     @property

@@ -71,12 +71,18 @@ class PeerChannel(Channel):
             done = slots.exchange(slot, (local,) if block is None else (local, block), row_group.others, push, own=own, ready=ready)
         return Pushed(slots, slot, done, dtype, block, None if ready is None else local)
 
-    def rows(self, row_group: RowGroup, rows: Rows) -> Chunk | None:
-        """A chunk, ready to be sent; None where slots are too small, or taken."""
+    def holds_rows(self, size: int) -> bool:
+        """Whether slots are large enough, and free."""
+        return self._slots.holds(size)
+
+    def rows(self, row_group: RowGroup, rows: Rows) -> Chunk:
+        """A chunk, ready to be sent: a wave of chunks finds free slots."""
         layouts = _layouts(rows.rows, rows.inner, rows.outer, row_group.size, rows.blocks)
         used = layouts[: 1 + rows.returns]
         slots = self._slots.take(max([layout.most for layout in used]) * rows.itemsize, len(used))
-        return None if slots is None else Chunk(row_group, self._slots, layouts, slots, rows)
+        if slots is None:
+            raise RuntimeError("expected free slots for a chunk of rows")
+        return Chunk(row_group, self._slots, layouts, slots, rows)
 
 
 class Pushed(NamedTuple):

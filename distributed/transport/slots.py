@@ -70,6 +70,10 @@ class Slots:
             self._free = [torch.cuda.Event() for _ in range(SLOTS)]
         self._in_graph = in_graph
 
+    def holds(self, size: int) -> bool:
+        """Whether all slots are free, and large enough for transfers of at most this size a rank, in bytes."""
+        return size <= self.slot_bytes and not any(self._taken)
+
     def take(self, size: int, count: int = 1) -> tuple[int, ...] | None:
         """Slots for a transfer of at most this size a rank, in bytes; None if too few are free. The same answer on every rank."""
         slots = tuple([(self._next + i) % SLOTS for i in range(count)])

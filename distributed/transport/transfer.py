@@ -68,12 +68,13 @@ class Channel:
         """
         raise NotImplementedError
 
-    def rows(self, row_group: RowGroup, rows: Rows) -> RowsUnderWay | None:
-        """Take over a chunk of a product by whole rows; None to have it exchanged by transfers.
+    def holds_rows(self, size: int) -> bool:
+        """Whether it takes over products by whole rows, in chunks that bring a rank this number of bytes at most."""
+        return False
 
-        Asked where the transport says `TransportModel.multiplies`.
-        """
-        return None
+    def rows(self, row_group: RowGroup, rows: Rows) -> RowsUnderWay:
+        """Take over a chunk of a product by whole rows."""
+        raise NotImplementedError
 
 
 class Transport(TransportModel, Channel):

@@ -306,6 +306,23 @@ def test_direct_stores(own_ranks: RankPool, shape: tuple[int, int], left: bool, 
         assert (refused > 0) == (smaller > 1)
 
 
+def direct_uneven(folder):
+    """Nine of eleven rows in one row group, whose chunks are larger than slots for six rows' chunks."""
+    grid, files = ProcessGrid((2, 2)), FilesIn(folder)
+    x, factors, _ = make(11, ((4, 3), (3, 5)))
+    rows = slice(0, 9) if grid.row == 0 else slice(9, 11)
+    columns = grid.block((1, 12))[1]
+    how = plan(problem(11, ((4, 3), (3, 5))), grid.shape, stages="rows", chunks=2, transport="peer memory")
+    with mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files):
+        y = kron_matmul(x[rows, columns].contiguous(), factors, grid=grid, plan=how)
+    assert torch.equal(y, single(x, factors)[rows, grid.block((1, 15))[1]])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs that reach each other's memory, on CPUs")
+def test_direct_stores_of_uneven_rows(own_ranks: RankPool, tmp_path: Path) -> None:
+    own_ranks.run(direct_uneven, str(tmp_path))
+
+
 def direct_gradients(dtype, folder):
     """Of x alone, of some factors alone, of an expanded gradient, twice from one graph, and of numbers in float64 rounded once."""
     grid = ProcessGrid((1, dist.get_world_size()))

@@ -30,7 +30,7 @@ def test_too_little_says_what_is_needed_and_what_would_do() -> None:
     least = min(needed(plan(wide, (1, 4), stages=tall.stages, chunks=c)) for c in (1, *SMALLER_CHUNKS))
     text = str(caught.value)
     assert text.startswith(f"plan: expected {gib(least)} of free memory on each rank beside x")
-    assert "on a 1 x 4 grid; got 0.000954 MiB on rank 6; no grid of 4 ranks needs less than" in text
+    assert "on a 1 x 4 grid; got 0.000954 MiB on rank 6; no grid of 4 ranks needs less than that" in text
 
 
 def run_short(short):
