@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastkron_py.distributed.agreement import agree
-from fastkron_py.distributed.call import checksums, grid_factors, scalar_text, shape_texts
+from fastkron_py.distributed.api import checksums, grid_factors, scalar_text, shape_texts
 from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.grid import ProcessGrid, refuse_without_grid
 from fastkron_py.distributed.replicated import Reduction, as_first, check_reduction, from_first
