@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastkron_py.distributed.agreement import Agreement, refuse
 from fastkron_py.distributed.failures import REFUSALS
-from fastkron_py.distributed.grid import ProcessGrid, grid_of_call
+from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid, grid_of_call
 from fastkron_py.distributed.layout import chunk_offsets, way, widths
 from fastkron_py.distributed.pipeline import Pipeline, explained, fit, free_memory
 from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
@@ -36,7 +36,6 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocasted
 
 PLANS: Final = 1024  # that are kept
-PLACEMENTS: Final = (Shard(0), Shard(1))
 _WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastkron_py.distributed.api import PLACEMENTS, kron_matmul_left
-from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.api import kron_matmul_left
+from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid
 from fastkron_py.distributed.layout import chunk_offsets
 from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate, total
 from fastkron_py.kron.operators.cg import Inner
