@@ -232,7 +232,7 @@ def measure(
     problem = Problem(m, scaling.sizes, scaling.sizes, scaling.dtype, gradients=scaling.backward)
     found: list[dict[str, Any]] = []
     for name, shape in grids_of(ranks.size).items():
-        base = plan(problem, shape, world_size=ranks.size, chunks=None if ranks.gpus else 2)
+        base = plan(problem, shape, world_size=ranks.size, chunks=None if ranks.gpus else 2, transport=None if ranks.gpus else FALLBACK)
         if base.grid not in made_grids:
             made_grids[base.grid] = ProcessGrid(base.grid)
         grid = made_grids[base.grid]
