@@ -53,6 +53,7 @@ def test_a_grid_of_columns_exchanges_twice() -> None:
 
 def test_small_products_have_fewer_chunks() -> None:
     assert [plan(replace(HUNDREDS, m=m), (1, 2)).chunks for m in (1, 16, 32, 64, 128, 256)] == [1, 1, 1, 2, 4, 8]
+    assert [plan(replace(HUNDREDS, m=m, gradients=True), (1, 2)).chunks for m in (32, 64, 128, 256)] == [1, 2, 2, 4]
     assert [plan(replace(HUNDREDS, m=m), (1, 2)).transport for m in (32, 64)] == ["packed", "peer memory"]
 
 
