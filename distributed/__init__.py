@@ -4,13 +4,11 @@ if __name__ != "fastkron_py.distributed":
     raise ImportError(f"import this package as fastkron_py.distributed, not as {__name__}")
 
 from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
-from fastkron_py.distributed.group.bootstrap import ProcessInfo, init_process_group
-from fastkron_py.distributed.group.failures import CollectiveError
-from fastkron_py.distributed.group.grid import ProcessGrid
+from fastkron_py.distributed.bootstrap import ProcessInfo, init_process_group
+from fastkron_py.distributed.failures import CollectiveError
+from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.kronecker_sum import KroneckerSum
-from fastkron_py.distributed.plan.cost import Links
-from fastkron_py.distributed.plan.planner import Plan, plan
-from fastkron_py.distributed.problem import Problem
+from fastkron_py.distributed.plan import Plan, Problem, plan
 from fastkron_py.distributed.product import KroneckerProduct
 from fastkron_py.distributed.transport.slots import release_peer_memory
 
@@ -18,7 +16,6 @@ __all__ = [
     "CollectiveError",
     "KroneckerProduct",
     "KroneckerSum",
-    "Links",
     "Plan",
     "Problem",
     "ProcessGrid",

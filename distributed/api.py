@@ -1,41 +1,42 @@
-"""`kron_matmul` and `kron_matmul_left` on blocks that are spread over a grid of ranks, and on DTensors."""
+"""`kron_matmul` and `kron_matmul_left` on blocks that are spread over a grid of ranks, and on DTensors; and their checks of arguments."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fastkron_py.distributed.call import Call, check_blocks, checked, row_groups
-from fastkron_py.distributed.group.agreement import Agreement, agree, refuse
-from fastkron_py.distributed.group.failures import REFUSALS
-from fastkron_py.distributed.group.grid import ProcessGrid, grid_of_call
+from fastkron_py.distributed.agreement import Agreement, refuse
+from fastkron_py.distributed.failures import REFUSALS
+from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid, grid_of_call
+from fastkron_py.distributed.layout import chunk_offsets, way, widths
 from fastkron_py.distributed.pipeline import Pipeline, explained, fit, free_memory
-from fastkron_py.distributed.plan.cost import links_for
-from fastkron_py.distributed.plan.layout import way, widths
-from fastkron_py.distributed.plan.planner import Plan
-from fastkron_py.distributed.plan.planner import plan as make_plan
-from fastkron_py.distributed.problem import Problem
-from fastkron_py.distributed.replicated import Reduction, replicate, tied
+from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
+from fastkron_py.distributed.plan import plan as make_plan
+from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, tied
 from fastkron_py.distributed.transport.transfer import RowGroup, transport_of
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
-from fastkron_py.kron.checks import is_identity
+from fastkron_py.kron.checks import check_factor_shapes, check_tensors, factors_and_identities, is_identity, shape_of
 from fastkron_py.kron.into import in_blocks
 from fastkron_py.kron.modes import filled, merged
 from fastkron_py.kron.operators.algebra import matrices
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
-from fastkron_py.runtime.device import gpu_of
+from fastkron_py.runtime.checks import check_precision, check_scalar
+from fastkron_py.runtime.eager import transforms_active
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.precision import autocasted
 
-_UNIT: Final = 1e9  # of a GPU's figures, which ranks tell each other as integers
-_FIGURE: Final = 1 << 20  # more than each
 PLANS: Final = 1024  # that are kept
+_WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def kron_matmul(
@@ -157,9 +158,7 @@ def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
         refuse(where, error)
     # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
     # So does whether its launches read and write blocks: peers find parts accordingly.
-    # And its GPU's figures, since all ranks come to the same plan.
-    told = able.reads + 2 * able.writes + 4 * _figures(where.device)
-    agreement = Agreement(where, call.description(), local=(*call.x.shape, free_memory(call.x), told))
+    agreement = Agreement(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
     # Work without an exchange begins while the ranks hear of each other.
     factors = merged(call.factors)
     own = _own_factors(call, factors)
@@ -167,7 +166,7 @@ def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
     found = agreement.settle()
     m = check_blocks([sizes[:2] for sizes in found], where, call)
     if y is None:
-        planned = call.plan or _common_plan(call.problem(m), where, *_slowest([sizes[3] // 4 for sizes in found]))
+        planned = call.plan or _planned(call.problem(m), where.shape, where.device.type)
         chosen = fit(planned, [sizes[2] for sizes in found], where.ranks)
         common = [found[rank][3] for rank in row_groups(where, left)[where.col if left else where.row]]
         y = _multiply(call, factors, chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
@@ -244,34 +243,238 @@ def _run(pipeline: Pipeline, x: Tensor, recompute: bool) -> Tensor:
     return y
 
 
-@lru_cache(maxsize=64)
-def _figures(device: torch.device) -> int:
-    """Bandwidth of a GPU's links and memory in GB/s, in one number; 0 of a CPU."""
-    if device.type != "cuda":
-        return 0
-    gpu = gpu_of(device)
-    return round(gpu.link_bandwidth / _UNIT) * _FIGURE + round(gpu.bandwidth / _UNIT)
-
-
-def _slowest(figures: Sequence[int]) -> tuple[int, int]:
-    """The least of the ranks' figures, of links and of memory."""
-    return min([f // _FIGURE for f in figures]), min([f % _FIGURE for f in figures])
-
-
-def _common_plan(problem: Problem, grid: ProcessGrid, *figures: int) -> Plan:
-    """The plan for GPUs with these figures, which ranks compare once: they know of the same plans, since they make the same calls."""
-    chosen, key, known = _planned(problem, grid.shape, *figures), (problem, grid.shape, figures), grid.control.planned
-    if key not in known:
-        agree(grid, {"call": "plan", "plan": [chosen.cuts, chosen.chunks, chosen.transport]})
-        if len(known) >= PLANS:
-            known.clear()
-        known.add(key)
-    return chosen
-
-
 @lru_cache(maxsize=PLANS)
-def _planned(problem: Problem, shape: tuple[int, int], link_bandwidth: int, bandwidth: int) -> Plan:
-    """The plan for GPUs with these figures, in GB/s; of CPUs with 0."""
-    if not link_bandwidth:
-        return make_plan(problem, shape, chunks=1)  # multiplies and exchanges share the cores: chunks would only make them smaller
-    return make_plan(problem, shape, links=links_for(link_bandwidth * _UNIT, bandwidth * _UNIT))
+def _planned(problem: Problem, shape: tuple[int, int], device: str) -> Plan:
+    """The plan for ranks on devices of this type. The same on every rank: the rules know of nothing else."""
+    if device == "cpu":  # multiplies and exchanges share the cores: chunks would only make them smaller
+        return make_plan(problem, shape, chunks=1, transport=FALLBACK)
+    return make_plan(problem, shape)
+
+
+# ---- the arguments --------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """The arguments of a call; once they are checked, this rank's plain tensors, with left still in the caller's orientation."""
+
+    x: Tensor
+    factors: Sequence[Tensor | int]
+    alpha: Any = 1.0
+    beta: Any = 0.0
+    z: Tensor | None = None
+    precision: str | None = None
+    plan: Plan | None = None
+    recompute: bool = False
+    reduction: Reduction = "sum"
+    left: bool = False
+    scalars: str = ""  # those that an operator was multiplied by or made with
+    grid: ProcessGrid = field(init=False)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows and columns of the factors."""
+        shapes = [shape_of(f) for f in self.factors]
+        return tuple([p for p, _ in shapes]), tuple([q for _, q in shapes])
+
+    @property
+    def matrices(self) -> dict[int, Tensor]:
+        """The factors that are no identities, by index."""
+        return {i: f for i, f in enumerate(self.factors) if isinstance(f, Tensor)}
+
+    @property
+    def parts(self) -> int:
+        """Over how many ranks a row of x is spread; with left a column."""
+        return self.grid.shape[0 if self.left else 1]
+
+    @property
+    def name(self) -> str:
+        """The name of the public function."""
+        return "kron_matmul_left" if self.left else "kron_matmul"
+
+    def problem(self, m: int) -> Problem:
+        """The product to plan, of a number of rows of x; with left of columns."""
+        ps, qs = self.sizes
+        matrices = self.matrices
+        gradients = torch.is_grad_enabled() and (self.x.requires_grad or any([f.requires_grad for f in matrices.values()]))
+        identities = tuple([i for i in range(len(ps)) if i not in matrices])
+        return Problem(m, ps, qs, self.x.dtype, self.left, gradients, identities)
+
+    def description(self) -> dict[str, Any]:
+        """The arguments that must be the same on every rank."""
+        tensors = {"x": self.x, "z": self.z, "alpha": self.alpha, "beta": self.beta}
+        grads = [name for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad]
+        grads += [f"factors[{i}]" for i, f in self.matrices.items() if f.requires_grad]
+        return {
+            "call": self.name,
+            "dtype of x": str(self.x.dtype),
+            "shapes of factors": shape_texts(self.factors),
+            "alpha": scalar_text(self.alpha),
+            "beta": scalar_text(self.beta),
+            "z": "none" if self.z is None else "a tensor",
+            "precision": self.precision,
+            "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.transport],
+            "recompute": self.recompute,
+            "reduction": self.reduction,
+            "arguments that need gradients": grads if torch.is_grad_enabled() else [],
+            "under a transform of torch.func": transforms_active(),
+            "scalars of the operator": self.scalars,
+            **checksums(factors=self.factors, alpha=self.alpha, beta=self.beta),
+        }
+
+
+def shape_texts(factors: Sequence[Any]) -> list[Any]:
+    """Shapes of factors, as ranks compare them: lists, or the integers themselves."""
+    return [f if is_identity(f) else list(f.shape) for f in factors]
+
+
+def scalar_text(value: Any) -> str:
+    """A number, or only that it is a tensor, whose value may be on a GPU."""
+    return "a tensor" if isinstance(value, Tensor) else str(value)
+
+
+def checksums(**given: Any) -> dict[str, str]:
+    """With ``FASTKRON_CHECK=1`` in the environment, checksums of the tensors and sequences of tensors given, for ranks to compare."""
+    if os.environ.get("FASTKRON_CHECK", "") in ("", "0"):
+        return {}
+    named = given | {f"{name}[{i}]": t for name, many in given.items() if isinstance(many, Sequence) for i, t in enumerate(many)}
+    return {f"values of {name}": f"{_checksum(t):016x}" for name, t in named.items() if isinstance(t, Tensor)}
+
+
+@torch.no_grad()
+def _checksum(t: Tensor) -> int:
+    """64 bits, in which a single element's change always shows. 0 while a graph is captured, which cannot wait for a value."""
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return 0
+    t = t.detach() + 0  # -0.0 is 0.0, and lazy conjugations are carried out
+    flat = (torch.view_as_real(t) if t.is_complex() else t).flatten()
+    words = flat.view(_WORDS[flat.element_size()]).to(torch.int64)
+    odd = (2 * torch.arange(words.numel(), device=t.device) + 1) * -0x61C8864680B583EB  # the golden ratio's bits
+    return int((words * odd).sum()) % 2**64
+
+
+def checked(given: Call, grid: ProcessGrid) -> Call:
+    """Make the checks that need one rank alone."""
+    x, plan, left = given.x, given.plan, given.left
+    listed = [_plain_factor(f, i, x) for i, f in enumerate(grid_factors(given.factors))]
+    z, local = _plain_z(given.z, x), _plain_x(x)
+    check_precision(given.precision)
+    if plan is not None and not isinstance(plan, Plan):
+        raise type_error("plan", "a Plan or None", type_name(plan))
+    if not isinstance(given.recompute, bool):
+        raise type_error("recompute", "True or False", type_name(given.recompute))
+    check_reduction(given.reduction)
+    if isinstance(local, Tensor):
+        local, listed, z = autocasted(local, listed, z)
+    check_tensors(local, listed, z, ("x", "factors", "z"), identities=True)
+    alpha, beta = (check_scalar(name, scalar, local) for name, scalar in (("alpha", given.alpha), ("beta", given.beta)))
+    if local.device != grid.device:
+        raise value_error("x", f"a tensor on the grid's device {grid.device}", local.device)
+    if local.ndim != 2:
+        raise value_error("x", "a matrix", f"shape {tuple(local.shape)}")
+    check_factor_shapes([shape_of(f) for f in listed])
+    for i, f in enumerate(listed):
+        if isinstance(f, Tensor) and (f.ndim != 2 or 0 in f.shape):
+            raise value_error(f"factors[{i}]", "a matrix with rows and columns, without batch dimensions", f"shape {tuple(f.shape)}")
+    if z is None and (isinstance(beta, Tensor) or beta != 0):
+        raise value_error("z", "this rank's block of the result's shape, since beta is not 0", None)
+    if not isinstance(beta, Tensor) and beta == 0:
+        z = None
+    call: Call = replace(given, x=local, factors=listed, alpha=alpha, beta=beta, z=z)
+    call.grid = grid
+    _check_own_block(call)
+    if isinstance(x, DTensor):
+        inner = math.prod(call.sizes[1 if left else 0])
+        if x.shape[0 if left else 1] != inner:
+            raise value_error("x", f"dimension {0 if left else 1} of size {inner}, the product of the factors' sizes", tuple(x.shape))
+    if plan is not None:
+        wanted, p = call.problem(0), plan.problem
+        if (p.ps, p.qs, p.identities, p.left, plan.grid) != (wanted.ps, wanted.qs, wanted.identities, left, grid.shape):
+            raise value_error("plan", f"a plan for {_plan_text(wanted, grid.shape)}", f"one for {_plan_text(p, plan.grid)}")
+    return call
+
+
+def _plan_text(problem: Problem, shape: tuple[int, int]) -> str:
+    identities = f" with identities {problem.identities}" if problem.identities else ""
+    return f"factors {problem.ps} x {problem.qs}{identities}, left={problem.left}, on a {shape[0]} x {shape[1]} grid"
+
+
+def grid_factors(factors: Any, name: str = "factors") -> list[Any]:
+    """The factors as a list that may have positive integers in it, for identities.
+
+    Raises:
+        TypeError: no sequence, or a bool among the factors.
+        ValueError: an empty sequence, or an integer that is not positive.
+    """
+    listed = factors_and_identities(factors, name)
+    for i, f in enumerate(listed):
+        if is_identity(f) and f == 0:
+            raise value_error(f"{name}[{i}]", "a matrix with rows and columns, or a positive integer n for the identity I_n", f)
+    return listed
+
+
+def _check_own_block(call: Call) -> None:
+    """The widths of this rank's blocks of x and z."""
+    grid, axis = call.grid, 0 if call.left else 1
+    place, parts = (grid.row, grid.shape[0]) if call.left else (grid.col, grid.shape[1])
+    inner, outer = reversed(call.sizes) if call.left else call.sizes
+    block = widths(chunk_offsets(math.prod(inner), parts))[place]
+    side = ("rows", "columns")[axis]
+    if call.x.shape[axis] != block:
+        raise value_error("x", f"{block} {side}, block {place} of {parts} of {math.prod(inner)}", f"shape {tuple(call.x.shape)}")
+    if call.z is not None:
+        block = widths(chunk_offsets(math.prod(outer), parts))[place]
+        shape = (block, call.x.shape[1]) if call.left else (call.x.shape[0], block)
+        if tuple(call.z.shape) != shape:
+            raise value_error("z", f"this rank's block of the result, {shape}", f"shape {tuple(call.z.shape)}")
+
+
+def check_blocks(shapes: Sequence[tuple[int, ...]], grid: ProcessGrid, call: Call) -> int:
+    """Ranks of a row group have to hold the same rows. Returns how many there are in all groups. The same on every rank."""
+    other = 1 if call.left else 0
+    sizes = [s[other] for s in shapes]
+    groups = row_groups(grid, call.left)
+    side = ("rows", "columns")[other]
+    for group in groups:
+        if len({sizes[r] for r in group}) > 1:
+            came = ", ".join(f"{sizes[r]} on rank {grid.ranks[r]}" for r in group)
+            raise value_error("x", f"as many {side} on all ranks of a {'column' if call.left else 'row'} of the grid", came)
+    return sum(sizes[group[0]] for group in groups)
+
+
+def row_groups(grid: ProcessGrid, left: bool) -> list[list[int]]:
+    """The grid's ranks that exchange with each other: its rows, or with left its columns."""
+    gm, gk = grid.shape
+    rows = [[r * gk + c for c in range(gk)] for r in range(gm)]
+    return [list(column) for column in zip(*rows, strict=True)] if left else rows
+
+
+def _plain_x(x: Any) -> Any:
+    """This rank's block of x; anything but a tensor is refused later."""
+    if not isinstance(x, DTensor):
+        return x
+    if x.ndim != 2 or tuple(x.placements) != PLACEMENTS:
+        raise value_error("x", "a matrix placed [Shard(0), Shard(1)]; x.redistribute(placements=...) can bring it there", f"{x.placements}")
+    return x.to_local()
+
+
+def _plain_z(z: Any, x: Any) -> Any:
+    """This rank's block of z."""
+    if z is None or not (isinstance(z, DTensor) or isinstance(x, DTensor)):
+        return z
+    if not (isinstance(z, DTensor) and isinstance(x, DTensor)):
+        raise type_error("z", "a DTensor where x is one, and a block where x is one", type_name(z))
+    if z.device_mesh != x.device_mesh or tuple(z.placements) != PLACEMENTS:
+        raise value_error("z", f"a matrix placed [Shard(0), Shard(1)] on {x.device_mesh}", f"{z.placements} on {z.device_mesh}")
+    return z.to_local()
+
+
+def _plain_factor(factor: Any, index: int, x: Any) -> Any:
+    """A factor as this rank has it, all of it."""
+    if not isinstance(factor, DTensor):
+        return factor
+    if isinstance(x, DTensor) and factor.device_mesh != x.device_mesh:
+        raise value_error(f"factors[{index}]", f"a DTensor on x's mesh {x.device_mesh}", factor.device_mesh)
+    if not all(p.is_replicate() for p in factor.placements):
+        raise value_error(f"factors[{index}]", "a replicated DTensor, since every rank needs all of each factor", f"{factor.placements}")
+    return factor.to_local(grad_placements=[Replicate()] * factor.device_mesh.ndim)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fastkron_py.distributed.api import multiply
-from fastkron_py.distributed.call import Call, scalar_text, shape_texts
-from fastkron_py.distributed.group.agreement import refuse
-from fastkron_py.distributed.group.failures import REFUSALS
-from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
+from fastkron_py.distributed.agreement import refuse
+from fastkron_py.distributed.api import Call, multiply, scalar_text, shape_texts
+from fastkron_py.distributed.failures import REFUSALS
+from fastkron_py.distributed.grid import ProcessGrid, grid_for
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
 from fastkron_py.distributed.product import KroneckerProduct
-from fastkron_py.distributed.replicated import Reduction
+from fastkron_py.distributed.replicated import Reduction, replicate
 from fastkron_py.distributed.solvers import GridShare, GridSystem, as_given, right_hand_block
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
-from fastkron_py.kron.operators.algebra import SlogDet, built, log_of
+from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, kron_range, log_of
 from fastkron_py.kron.operators.kronecker_sum import sum_slogdet
 from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import combined
@@ -145,6 +145,37 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             ValueError: x does not fit, t is not finite, or the sum has mass matrices. Every rank raises them.
         """
         return self.expm(t) @ x
+
+    # ---- eigenvalues ------------------------------------------------------------------------------
+
+    def eigh(self) -> Eigh:
+        """Eigenvalues and eigenvectors of symmetric (Hermitian) factors, as `fastkron_py.KroneckerSum.eigh`.
+
+        Returns:
+            The eigenvalues of this rank's rows ``[rows]``, as `ProcessGrid.block` has them; eigenvectors V, a KroneckerProduct.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors.
+            ValueError: a factor or a mass is not symmetric, or a mass not positive definite. Every rank raises each of these.
+        """
+        grid, count = self._grid, len(self.factors)
+
+        def pairs(s: LocalKroneckerSum) -> list[Tensor]:
+            matrices = built([*s.factors, *(s.masses or ())])
+            values, vectors = s._eigenpairs(matrices[:count], matrices[count:])
+            return [*values, *vectors]
+
+        found = self._first("eigh", pairs)
+        values, vectors = found[:count], found[count:]
+        if torch.is_grad_enabled() and any([v.requires_grad for v in values]):
+            values = replicate(values, grid.group, grid.device, self._reduction)
+        rows = kron_range(values, *GridShare(grid, of_rows=True).bounds(self.shape[0]), torch.add)
+        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), grid, self._reduction, self._scalars))
+
+    def eigvalsh(self) -> Tensor:
+        """The eigenvalues of `eigh`, in the same order: those of this rank's rows."""
+        values: Tensor = self.eigh().eigenvalues
+        return values
 
     # ---- solves and determinants ------------------------------------------------------------------
 

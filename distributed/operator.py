@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastkron_py.distributed.call import checksums, grid_factors, scalar_text, shape_texts
-from fastkron_py.distributed.group.agreement import agree
-from fastkron_py.distributed.group.failures import REFUSALS
-from fastkron_py.distributed.group.grid import ProcessGrid, refuse_without_grid
+from fastkron_py.distributed.agreement import agree
+from fastkron_py.distributed.api import checksums, grid_factors, scalar_text, shape_texts
+from fastkron_py.distributed.failures import REFUSALS
+from fastkron_py.distributed.grid import ProcessGrid, refuse_without_grid
 from fastkron_py.distributed.replicated import Reduction, as_first, check_reduction, from_first
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum

@@ -15,10 +15,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.group.failures import check_plain, rank_text
-from fastkron_py.distributed.plan.cost import FALLBACK
-from fastkron_py.distributed.plan.layout import Exchange, Stage, by_rows, chunk_offsets, widths
-from fastkron_py.distributed.plan.planner import Plan, plan
+from fastkron_py.distributed.failures import check_plain, rank_text
+from fastkron_py.distributed.layout import Exchange, Stage, by_rows, chunk_offsets, widths
+from fastkron_py.distributed.plan import Plan, plan
 from fastkron_py.distributed.replicated import tied
 from fastkron_py.distributed.transport.transfer import Place, RowGroup, Transfer, Work, finish, ready_now, start, wave
 from fastkron_py.distributed.whole_rows import WholeRows
@@ -28,7 +27,6 @@ from fastkron_py.kron.operators.algebra import matrices
 PLENTY: Final = -1
 """Stands for free memory that nobody looked at: this rank's block is small beside its device."""
 _SMALL: Final = 64
-CHUNKS: Final = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass
@@ -66,10 +64,14 @@ class Pipeline:
         """
         check_plain(self.name, [t for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
         channel = self.row_group.channel
-        if channel is None or not self._is_taken_over(x):
+        if channel is None or not self._is_taken_over(x) or not channel.holds_rows(self._most_elements(len(x)) * x.element_size()):
             return self._exchanged(x)
         product = WholeRows(self.plan, self.row_group, channel, self.alpha, self.precision, self.name, self._exchanged_by)
         return product.run(x, matrices(self.factors), self._width)
+
+    def _most_elements(self, rows: int) -> int:
+        """Elements that a chunk's exchange brings a rank at most: a row group may have more rows than its even share."""
+        return self.plan.most_elements if rows * self.plan.row_groups <= self.plan.problem.m else self.plan.most_elements_of(rows)
 
     def _exchanged_by(self, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
         """The product by other factors."""
@@ -145,7 +147,7 @@ class Pipeline:
     def _is_taken_over(self, x: Tensor) -> bool:
         """Whether the transport multiplies whole rows too: of plain products."""
         is_plain = not (isinstance(self.alpha, Tensor) or x.is_complex() or self.plan.problem.identities)
-        return self.plan.by_rows and self.plan.transport_model.multiplies and is_plain and x.shape[0] * self._inner * self._outer > 0
+        return self.plan.by_rows and is_plain and x.shape[0] * self._inner * self._outer > 0
 
     def _end(self, transfer: Transfer, token: Tensor, out: Tensor | None) -> Work:
         self._last.append((transfer, token))
@@ -256,7 +258,7 @@ def fit(chosen: Plan, free: Sequence[int], ranks: Sequence[int]) -> Plan:
         return chosen
     limit = min(known)
     least = chosen
-    for candidate in _smaller(chosen):
+    for candidate in chosen.smaller():
         if needed(candidate) <= limit:
             return candidate
         least = min(least, candidate, key=needed)
@@ -268,6 +270,16 @@ def fit(chosen: Plan, free: Sequence[int], ranks: Sequence[int]) -> Plan:
     )
 
 
+def _advice(chosen: Plan, limit: int) -> str:
+    """A grid of as many ranks whose buffers fit, if there is one."""
+    own = chosen.peak_memory - needed(chosen)  # of x
+    try:
+        best = plan(chosen.problem, world_size=chosen.world_size, memory=limit + own)
+    except ValueError:
+        return f"no grid of {chosen.world_size} ranks needs less than that: take more ranks, or x in parts"
+    return f"a {best.grid[0]} x {best.grid[1]} grid with chunks={best.chunks} needs {gib(needed(best))}"
+
+
 def explained(error: torch.OutOfMemoryError, chosen: Plan) -> torch.OutOfMemoryError:
     """Name the purpose of an allocation that failed in spite of the estimate: memory may be fragmented, or used by another process."""
     more = "a plan with more chunks, or recompute=True," if chosen.problem.gradients else "a plan with more chunks"
@@ -277,42 +289,8 @@ def explained(error: torch.OutOfMemoryError, chosen: Plan) -> torch.OutOfMemoryE
 def needed(chosen: Plan) -> int:
     """Bytes that a plan allocates on the rank that needs most, without x."""
     problem = chosen.problem
-    rows = -(-problem.m // chosen.row_groups)
-    width = 1
-    for size in problem.inner:
-        width *= size
-    return max(0, chosen.peak_memory - rows * -(-width // chosen.parts) * problem.dtype.itemsize)
-
-
-@lru_cache(maxsize=256)
-def _smaller(chosen: Plan) -> list[Plan]:
-    """The same stages with more chunks than these, fewest first; then packed, without another transport's own memory."""
-    problem = chosen.problem
-    return [
-        plan(problem, chosen.grid, stages=chosen.stages, chunks=c, links=chosen.links, transport=transport)
-        for transport in dict.fromkeys((chosen.transport, FALLBACK))
-        for c in CHUNKS
-        if c > chosen.chunks
-    ]
-
-
-def _advice(chosen: Plan, limit: int) -> str:
-    """The grid of as many ranks that needs least; else any other one."""
-    best = min((p for p in _other_grids(chosen)), key=needed)
-    if needed(best) <= limit:
-        return f"a {best.grid[0]} x {best.grid[1]} grid with chunks={best.chunks} needs {gib(needed(best))}"
-    if chosen.problem.gradients:
-        plain = replace(chosen.problem, gradients=False)
-        without = plan(plain, chosen.grid, stages=chosen.stages, chunks=CHUNKS[-1], links=chosen.links, transport=FALLBACK)
-        if needed(without) <= limit:
-            return f"without gradients, or with recompute=True, about {gib(needed(without))} are enough"
-    return f"no grid of {chosen.world_size} ranks needs less than {gib(needed(best))}: take more ranks, or x in parts"
-
-
-def _other_grids(chosen: Plan) -> list[Plan]:
-    size = chosen.world_size
-    shapes = [(size // d, d) for d in range(1, size + 1) if size % d == 0]
-    return [plan(chosen.problem, shape, chunks=c, links=chosen.links, transport=FALLBACK) for shape in shapes for c in (1, 16, CHUNKS[-1])]
+    width = -(-math.prod(problem.inner) // chosen.parts)
+    return max(0, chosen.peak_memory - chosen.rows(0) * width * problem.dtype.itemsize)
 
 
 def gib(size: float) -> str:

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.group.agreement import agree, refuse
-from fastkron_py.distributed.group.failures import check_plain, rank_text, stage
-from fastkron_py.distributed.group.grid import ProcessGrid
-from fastkron_py.distributed.group.watch import note
+from fastkron_py.distributed.agreement import agree, refuse
+from fastkron_py.distributed.failures import check_plain, rank_text, stage
+from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.watch import note
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error

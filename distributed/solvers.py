@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastkron_py.distributed.api import kron_matmul_left
-from fastkron_py.distributed.call import PLACEMENTS
-from fastkron_py.distributed.group.grid import ProcessGrid
-from fastkron_py.distributed.plan.layout import chunk_offsets
+from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid
+from fastkron_py.distributed.layout import chunk_offsets
 from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate, total
 from fastkron_py.kron.operators.cg import Inner
 from fastkron_py.kron.operators.pencil import Share

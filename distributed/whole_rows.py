@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.group.failures import check_plain
-from fastkron_py.distributed.plan.layout import by_rows
-from fastkron_py.distributed.plan.planner import Plan
+from fastkron_py.distributed.failures import check_plain
+from fastkron_py.distributed.plan import Plan
 from fastkron_py.distributed.transport.copies import copy
 from fastkron_py.distributed.transport.transfer import (
     Channel,
-    Multiply,
     RowGroup,
     Rows,
     RowsUnderWay,
-    Transfer,
     Work,
     ready_now,
     wave,
@@ -128,7 +125,7 @@ class WholeRows:
         def work(i: int, part: Tensor, place: Tensor | None) -> Work:
             text = (f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "") + (", backward pass" if back else "")
             rows = Rows(len(part), inner, outer, x.element_size(), self.name, text, blocks, out is not None)
-            chunk = self.channel.rows(self.row_group, rows) or _Transferred(self.row_group, rows)
+            chunk = self.channel.rows(self.row_group, rows)
             # The first arrival need not wait for multiplies queued after x was ready.
             chunk.send(part.contiguous(), ready if part.is_contiguous() else None)
             yield
@@ -177,34 +174,3 @@ def _joined(blocks: Sequence[Tensor]) -> Tensor:
     for place, block in zip(whole.split([b.shape[1] for b in blocks], 1), blocks, strict=True):
         copy(place, block)
     return whole
-
-
-class _Transferred:
-    """A chunk that a channel leaves, by transfers between whole blocks."""
-
-    def __init__(self, row_group: RowGroup, rows: Rows) -> None:
-        there, back = by_rows(rows.rows, rows.inner, rows.outer, row_group.size)
-        self._inner, self._outer = rows.inner, rows.outer
-        self._there = Transfer(there, row_group, 1, f"{rows.name}: columns to rows{rows.chunk}")
-        self._back = Transfer(back, row_group, 1, f"{rows.name}: rows to columns{rows.chunk}", back=True)
-        self._out: Tensor | None = None
-
-    def send(self, x: Tensor, ready: torch.cuda.Event | None) -> None:
-        """Begin to send columns."""
-        self._there.ready = ready
-        self._there.send(x.view(-1))
-
-    def multiply(self, multiply: Multiply, out: Tensor | None) -> None:
-        """Multiply whole rows, and begin to send the product."""
-        rows = self._there.receive().view(-1, self._inner)
-        outs = [] if out is None else [rows.new_empty(len(rows), self._outer)]
-        if len(rows):
-            multiply([rows], outs)
-        if out is not None:
-            self._out = self._back.into = out.view(-1)
-            self._back.send(outs[0].view(-1))
-
-    def finish(self) -> None:
-        """Wait for the product."""
-        if self._out is not None:
-            self._back.receive(self._out)

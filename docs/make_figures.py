@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from plan_picture import picture
 
 from fastkron_py.distributed import Problem, plan
 from fastkron_py.kron.families.fragments import chained_config, chained_layout
@@ -208,8 +209,8 @@ def tile_way(path: Path) -> None:
 
 def distributed(folder: Path) -> None:
     """How blocks move between ranks: by stages, where nothing divides evenly, and by whole rows."""
-    plan(Problem(8, (5,) * 3, (5,) * 3), (1, 4), stages=(2, 1)).picture(folder / "distributed_stages.png")
-    plan(Problem(8, (64,) * 3, (64,) * 3), (1, 4), stages="rows").picture(folder / "distributed_rows.png")
+    picture(plan(Problem(8, (5,) * 3, (5,) * 3), (1, 4), stages=(2, 1)), folder / "distributed_stages.png")
+    picture(plan(Problem(8, (64,) * 3, (64,) * 3), (1, 4), stages="rows"), folder / "distributed_rows.png")
 
 
 def main(folder: Path) -> None:

@@ -304,7 +304,7 @@ FAULTS = [
     ),
     Fault("distributed/whole_rows.py", "torch._foreach_add_(found, gradients)", "found[:] = gradients", RANKS),
     Fault(
-        "distributed/transport/all_to_all.py",
+        "distributed/transport/packed.py",
         "return part, local.view(rows, s, g, q).permute(2, 0, 3, 1)",
         "return part, local.view(rows, g, s, q).permute(1, 0, 3, 2)",
         RANKS,

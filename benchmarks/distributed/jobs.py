@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -150,9 +151,9 @@ def survivor(how: str, code: int, after: float | None, output: str, errors: str,
     tail = errors.rstrip().splitlines()[-TAIL:]
     if lines:
         error = json.loads(lines[-1])
-    elif told and late is None and code:  # ended while it waited for its GPU: by the thread that told, or by torch's watchdog
-        stage = told[-1].removeprefix(TOLD).split(": rank")[0]
-        error = {"stage": stage, "message": told[-1].removeprefix(TOLD), "seconds": after}
+    elif told:  # it waited for its GPU, until torch's watchdog or this benchmark ended it
+        text = told[-1].removeprefix(TOLD)
+        error = {"stage": re.split(r": (?:ranks? [-\d, ]+ ended|the timeout)", text)[0], "message": late or text, "seconds": after}
     else:
         error = {"message": late or tail[-1:]}
     return {"how": how, "returncode": code, "ended_after": after, "told": told, "error": error, "errors": tail}
@@ -189,7 +190,7 @@ def show(found: dict[str, Any]) -> list[str]:
     lines = []
     products = found.get("scaling", {}).get("products", [])
     if products:
-        names = " ".join(f"{name:>8}" for name in ("ms", "model", "begun", "model", "TFLOP/s"))
+        names = " ".join(f"{name:>8}" for name in ("ms", "begun", "TFLOP/s"))
         lines.append(f"{'product':48} {'grid':6} {'how':18} {names} {'eff.':>5} {'sent GB':>8} {'hidden':>6}")
     for product in products:
         lines.append(f"{product['name']:48} alone  {'':18} {product['alone'] * 1e3:8.3f}")
@@ -197,8 +198,8 @@ def show(found: dict[str, Any]) -> list[str]:
             how = f"{g['stages']}".replace(" ", "") + f" /{g['chunks']}" + _sending(g)
             hidden = f"{g['hidden']:6.0%}" if "hidden" in g else ""
             lines.append(
-                f"{'':48} {g['grid']:6} {how:18} {g['seconds'] * 1e3:8.3f} {g['modelled'] * 1e3:8.3f}"
-                f" {g['begun'] * 1e3:8.3f} {g['modelled_begun'] * 1e3:8.3f} {g['flops'] / 1e12:8.1f}"
+                f"{'':48} {g['grid']:6} {how:18} {g['seconds'] * 1e3:8.3f}"
+                f" {g['begun'] * 1e3:8.3f} {g['flops'] / 1e12:8.1f}"
                 f" {g['efficiency']:5.0%} {g['bytes'] / 1e9:8.2f} {hidden}"
             )
             if len(g["also"]) > 1:

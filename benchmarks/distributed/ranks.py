@@ -23,7 +23,8 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py.distributed import Plan, Problem, ProcessGrid, init_process_group, kron_matmul, plan
-from fastkron_py.distributed.group.agreement import agree
+from fastkron_py.distributed.agreement import agree
+from fastkron_py.distributed.plan import DIRECT, FALLBACK
 from fastkron_py.kron.operators.algebra import kron_range
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -231,7 +232,7 @@ def measure(
     problem = Problem(m, scaling.sizes, scaling.sizes, scaling.dtype, gradients=scaling.backward)
     found: list[dict[str, Any]] = []
     for name, shape in grids_of(ranks.size).items():
-        base = plan(problem, shape, world_size=ranks.size, chunks=None if ranks.gpus else 2)
+        base = plan(problem, shape, world_size=ranks.size, chunks=None if ranks.gpus else 2, transport=None if ranks.gpus else FALLBACK)
         if base.grid not in made_grids:
             made_grids[base.grid] = ProcessGrid(base.grid)
         grid = made_grids[base.grid]
@@ -245,21 +246,21 @@ def measure(
             work = work_of(made, scaling.backward, kron_matmul, grid=grid, plan=how)
             error = ranks.most(made.error(work()))
             if not error < TOLERANCES[scaling.dtype]:
-                wrong.append(f"{scaling.name}, {name}, {how.stages}, {how.chunks} chunks, direct={how.direct}: errs by {error:.1e}")
+                wrong.append(f"{scaling.name}, {name}, {how.stages}, {how.chunks} chunks, {how.transport}: errs by {error:.1e}")
                 ranks.tell(f"wrong: {wrong[-1]}")
                 continue
             seconds = ranks.seconds(work)
             row = {
-                "grid": name, "shape": list(base.grid), "stages": how.stages, "chunks": how.chunks, "direct": how.direct,
+                "grid": name, "shape": list(base.grid), "stages": how.stages, "chunks": how.chunks, "direct": how.transport == DIRECT,
                 "error": error,
-                "seconds": seconds, "begun": ranks.begun(work), "modelled": how.seconds, "modelled_begun": how.cpu_seconds,
+                "seconds": seconds, "begun": ranks.begun(work),
                 "bytes": how.bytes_total,
                 "flops": problem.flops * (3 if scaling.backward else 1) / seconds,
                 "efficiency": alone * m / scaling.rows / (seconds * ranks.size) if alone else None,
             }  # fmt: skip
             row["also"] = [
                 *best.get("also", []),
-                {k: row[k] for k in ("stages", "chunks", "direct", "seconds", "begun", "modelled")},
+                {k: row[k] for k in ("stages", "chunks", "direct", "seconds", "begun")},
             ]
             best = row if not best or seconds < best["seconds"] else best | {"also": row["also"]}
         if not best:
@@ -281,7 +282,9 @@ def _variants(problem: Problem, base: Plan, scaling: Scaling, ranks: Ranks) -> l
         return [base]
     found = [base]
     if base.by_rows:
-        found.append(plan(problem, base.grid, stages="rows", direct=not base.direct))
+        other = FALLBACK if base.transport == DIRECT else DIRECT
+        found.append(plan(problem, base.grid, stages="rows", transport=other))
+        found.append(plan(problem, base.grid, stages="rows", chunks=2 * base.chunks))
     if base.by_rows and not scaling.weak and scaling.label == "64^4":
         found.append(plan(problem, base.grid, stages=(2, 2)))
     return found
@@ -295,7 +298,7 @@ def large(ranks: Ranks) -> dict[str, Any]:
     m = int(0.72 * memory / (2 * row)) * ranks.size // 2 * 2
     shape = (ranks.size // 2, 2) if ranks.size > 1 else (1, 1)
     grid = ProcessGrid(shape)
-    how = plan(Problem(m, sizes, sizes), shape, chunks=32, direct=False)  # with no more buffers than needed
+    how = plan(Problem(m, sizes, sizes), shape, chunks=32, transport=FALLBACK)  # with no more buffers than needed
     made = make(grid, ranks.device, m, sizes, torch.float32)
     ranks.wait()
     start = time.perf_counter()
@@ -308,7 +311,7 @@ def large(ranks: Ranks) -> dict[str, Any]:
         raise ValueError(f"the large product's sampled entries err by {error:.1e}")
     peak = torch.cuda.max_memory_allocated(ranks.device) if ranks.gpus else 0
     return {"m": m, "sizes": sizes, "grid": shape, "bytes": 2 * m * row, "of_one": 2 * m * row / memory, "seconds": seconds,
-            "error": error, "peak": ranks.most(peak), "modelled_peak": how.peak_memory}  # fmt: skip
+            "error": error, "peak": ranks.most(peak), "planned_peak": how.peak_memory}  # fmt: skip
 
 
 def alone_seconds(ranks: Ranks, scaling: Scaling) -> float:

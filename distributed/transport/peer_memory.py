@@ -11,27 +11,23 @@ in blocks (`kron.kernels.blocks`). Where it cannot, slots hold whole rows, and a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.group.failures import stage
-from fastkron_py.distributed.group.grid import ProcessGrid
-from fastkron_py.distributed.group.watch import note
-from fastkron_py.distributed.plan.cost import DIRECT, Links, Site
-from fastkron_py.distributed.plan.layout import Leg, Offsets, chunk_offsets, even_offsets
-from fastkron_py.distributed.problem import Problem
+from fastkron_py.distributed.failures import stage
+from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.layout import Leg, Offsets, chunk_offsets, even_offsets
+from fastkron_py.distributed.plan import DIRECT
 from fastkron_py.distributed.transport.copies import Copies
 from fastkron_py.distributed.transport.slots import SLOTS, Slots, open_slots
 from fastkron_py.distributed.transport.transfer import Channel, Multiply, RowGroup, Rows, Transfer, Transport, at_source, at_target, landed
+from fastkron_py.distributed.watch import note
 from fastkron_py.kron.planner import InBlocks
-
-FEWEST_CHUNKS: Final = 2
-"""From which on plans choose peer memory unasked: slots are as large as chunks."""
 
 
 class PeerMemory(Transport):
@@ -41,27 +37,6 @@ class PeerMemory(Transport):
     label = "through peer memory"
     multiplies = True
     slots = SLOTS
-
-    def suits(self, problem: Problem, site: Site, whole_rows: bool, chunks: int, links: Links) -> bool:
-        """By rows, in row groups that have a row for each rank and lie on one host, without identities."""
-        reach, host = site.size * site.stride, links.ranks_per_host
-        together = reach <= host and (host % reach == 0 or site.groups * site.size <= host)
-        return whole_rows and chunks >= FEWEST_CHUNKS and 1 < site.size <= site.rows and together and not problem.identities
-
-    def links(self, links: Links) -> Links:
-        """Copies follow each other at once, between barriers."""
-        return replace(
-            links,
-            bandwidth=links.direct_bandwidth,
-            pair_bandwidth=links.direct_bandwidth,
-            latency=links.direct_latency,
-            beside=links.beside_direct,
-            cpu_exchange=links.cpu_direct_exchange,
-        )
-
-    def copies(self, transposed: bool) -> tuple[int, int]:
-        """Passes that pack and unpack parts: none for whole rows, which are multiplied where they lie; saved rows are left out."""
-        return int(transposed), int(transposed)
 
     def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
         """Slots, made when they are first asked for; in a graph those that a call before it has made."""
@@ -96,12 +71,18 @@ class PeerChannel(Channel):
             done = slots.exchange(slot, (local,) if block is None else (local, block), row_group.others, push, own=own, ready=ready)
         return Pushed(slots, slot, done, dtype, block, None if ready is None else local)
 
-    def rows(self, row_group: RowGroup, rows: Rows) -> Chunk | None:
-        """A chunk, ready to be sent; None where slots are too small, or taken."""
+    def holds_rows(self, size: int) -> bool:
+        """Whether slots are large enough, and free."""
+        return self._slots.holds(size)
+
+    def rows(self, row_group: RowGroup, rows: Rows) -> Chunk:
+        """A chunk, ready to be sent: a wave of chunks finds free slots."""
         layouts = _layouts(rows.rows, rows.inner, rows.outer, row_group.size, rows.blocks)
         used = layouts[: 1 + rows.returns]
         slots = self._slots.take(max([layout.most for layout in used]) * rows.itemsize, len(used))
-        return None if slots is None else Chunk(row_group, self._slots, layouts, slots, rows)
+        if slots is None:
+            raise RuntimeError("expected free slots for a chunk of rows")
+        return Chunk(row_group, self._slots, layouts, slots, rows)
 
 
 class Pushed(NamedTuple):

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.group.agreement import agree
-from fastkron_py.distributed.group.grid import ProcessGrid, when_closing
+from fastkron_py.distributed.agreement import agree
+from fastkron_py.distributed.grid import ProcessGrid, when_closing
 from fastkron_py.distributed.transport.flags import Flags
 
 T = TypeVar("T")
@@ -69,6 +69,10 @@ class Slots:
         if in_graph or self._in_graph:
             self._free = [torch.cuda.Event() for _ in range(SLOTS)]
         self._in_graph = in_graph
+
+    def holds(self, size: int) -> bool:
+        """Whether all slots are free, and large enough for transfers of at most this size a rank, in bytes."""
+        return size <= self.slot_bytes and not any(self._taken)
 
     def take(self, size: int, count: int = 1) -> tuple[int, ...] | None:
         """Slots for a transfer of at most this size a rank, in bytes; None if too few are free. The same answer on every rank."""

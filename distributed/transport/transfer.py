@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.group.failures import check_plain, rank_text, stage
-from fastkron_py.distributed.group.grid import ProcessGrid
-from fastkron_py.distributed.group.watch import note
-from fastkron_py.distributed.plan.cost import FALLBACK, TRANSPORTS, TransportModel
-from fastkron_py.distributed.plan.layout import Exchange, Leg, Rectangle
+from fastkron_py.distributed.failures import check_plain, rank_text, stage
+from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.layout import Exchange, Leg, Rectangle
+from fastkron_py.distributed.plan import FALLBACK, TRANSPORTS, TransportModel
+from fastkron_py.distributed.watch import note
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
 LAG: Final = 2
@@ -68,16 +68,17 @@ class Channel:
         """
         raise NotImplementedError
 
-    def rows(self, row_group: RowGroup, rows: Rows) -> RowsUnderWay | None:
-        """Take over a chunk of a product by whole rows; None to have it exchanged by transfers.
+    def holds_rows(self, size: int) -> bool:
+        """Whether it takes over products by whole rows, in chunks that bring a rank this number of bytes at most."""
+        return False
 
-        Asked where the transport says `TransportModel.multiplies`.
-        """
-        return None
+    def rows(self, row_group: RowGroup, rows: Rows) -> RowsUnderWay:
+        """Take over a chunk of a product by whole rows."""
+        raise NotImplementedError
 
 
 class Transport(TransportModel, Channel):
-    """One way for blocks to go from rank to rank: its cost (`TransportModel`), and how it sends, as its own channel by default.
+    """One way for blocks to go from rank to rank: what plans know of it, and how it sends, as its own channel by default.
 
     A new one is a file with a subclass, and a line in `fastkron_py.distributed.transport`.
     """

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkron_py
 from fastkron_py.distributed import Problem, ProcessGrid, kron_matmul, kron_matmul_left, plan
-from fastkron_py.distributed.plan.layout import chunk_offsets
+from fastkron_py.distributed.layout import chunk_offsets
 
 # M, factors, stages. First what FastKron's own tests run on several GPUs, scaled down, then what it refuses, then integers for identities.
 PROBLEMS = {

@@ -277,7 +277,7 @@ def direct_stores(shape, left, folder, smaller):
     files = FilesIn(folder, smaller)
     for m, sizes, stages in list(PROBLEMS.values())[::3]:
         for kind, chunks in ((stages, 6), ("rows", 5), ("rows", 13)):
-            how = plan(problem(m, sizes, left=left), shape, stages=kind, chunks=chunks, direct=True)
+            how = plan(problem(m, sizes, left=left), shape, stages=kind, chunks=chunks, transport="peer memory")
             x, factors, _ = make(m, sizes, left=left)
             tensors = [t.requires_grad_() for t in (block(x, grid).clone(), *[f.clone() for f in matrices(factors)])]
             whole = [t.clone().requires_grad_() for t in (x, *matrices(factors))]
@@ -306,12 +306,29 @@ def test_direct_stores(own_ranks: RankPool, shape: tuple[int, int], left: bool, 
         assert (refused > 0) == (smaller > 1)
 
 
+def direct_uneven(folder):
+    """Nine of eleven rows in one row group, whose chunks are larger than slots for six rows' chunks."""
+    grid, files = ProcessGrid((2, 2)), FilesIn(folder)
+    x, factors, _ = make(11, ((4, 3), (3, 5)))
+    rows = slice(0, 9) if grid.row == 0 else slice(9, 11)
+    columns = grid.block((1, 12))[1]
+    how = plan(problem(11, ((4, 3), (3, 5))), grid.shape, stages="rows", chunks=2, transport="peer memory")
+    with mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files):
+        y = kron_matmul(x[rows, columns].contiguous(), factors, grid=grid, plan=how)
+    assert torch.equal(y, single(x, factors)[rows, grid.block((1, 15))[1]])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs that reach each other's memory, on CPUs")
+def test_direct_stores_of_uneven_rows(own_ranks: RankPool, tmp_path: Path) -> None:
+    own_ranks.run(direct_uneven, str(tmp_path))
+
+
 def direct_gradients(dtype, folder):
     """Of x alone, of some factors alone, of an expanded gradient, twice from one graph, and of numbers in float64 rounded once."""
     grid = ProcessGrid((1, dist.get_world_size()))
     files = FilesIn(folder)
     m, sizes = 5, ((4, 3), (3, 5), (2, 3))
-    how = plan(Problem(m, (4, 3, 2), (3, 5, 3), dtype, gradients=True), grid.shape, stages="rows", chunks=3, direct=True)
+    how = plan(Problem(m, (4, 3, 2), (3, 5, 3), dtype, gradients=True), grid.shape, stages="rows", chunks=3, transport="peer memory")
     x, factors, _ = make(m, sizes, dtype, random=True)
     wide = [t.double().requires_grad_() for t in (x, *factors)]
     expected_y = reference.kron_matmul(wide[0], wide[1:], alpha=-0.5)
@@ -348,7 +365,7 @@ def test_gradients_that_are_needed_by_way_of_slots(own_ranks: RankPool, dtype: t
 def direct_without_gpus():
     grid = ProcessGrid((1, dist.get_world_size()))
     x, factors, _ = make(6, ((4, 4),) * 2)
-    how = plan(Problem(6, (4, 4), (4, 4), torch.float64), grid.shape, direct=True)
+    how = plan(Problem(6, (4, 4), (4, 4), torch.float64), grid.shape, transport="peer memory")
     found = kron_matmul(block(x, grid), [f.to(grid.device) for f in factors], grid=grid, plan=how)
     assert torch.equal(found, block(single(x, factors), grid))
 
@@ -364,7 +381,7 @@ def in_a_graph():
     x, factors, _ = make(16, ((8, 8),) * 3, torch.float32, random=True)
     own, local = [f.to(grid.device).requires_grad_() for f in factors], block(x, grid).requires_grad_()
     for stages in ("rows", (1, 2)):
-        how = plan(Problem(16, (8,) * 3, (8,) * 3, gradients=True), grid.shape, stages=stages, chunks=2, direct=True)
+        how = plan(Problem(16, (8,) * 3, (8,) * 3, gradients=True), grid.shape, stages=stages, chunks=2, transport="peer memory")
 
         def step(how: Plan = how) -> list[torch.Tensor]:
             y = kron_matmul(local, own, grid=grid, plan=how)
@@ -425,7 +442,7 @@ def refuse(what):
     elif what == "plan":
         options = {"plan": plan(Problem(m, (4, 4), (4, 4)), (1, size))}
     elif what == "transport":
-        options = {"plan": plan(Problem(m, (4, 4), (4, 4)), grid.shape, stages="rows", direct=last)}
+        options = {"plan": plan(Problem(m, (4, 4), (4, 4)), grid.shape, stages="rows", transport="peer memory" if last else "packed")}
     elif what == "batch":
         factors = [f.expand(3, 4, 4) for f in factors]
     elif what == "vector":

@@ -117,6 +117,52 @@ def test_methods(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
         assert kind != "indefinite" or found == {-1}
 
 
+def eigenpairs(shape, kind):
+    """``S = M V diag(values) V.mH M``, of a mass M."""
+    if (grid := grid_for(shape)) is None:
+        return
+    factors, masses = factors_of(kind)
+    S = KroneckerSum(placed(factors, grid), masses=placed(masses, grid) or None, grid=grid)
+    values, V = S.eigh()
+    assert torch.equal(values, S.eigvalsh())
+    b = block(random(N, 5, seed=3, dtype=S.dtype), grid)
+    M = KroneckerProduct(placed(masses, grid), grid=grid) if masses else None
+    x = V.mH @ (b if M is None else M @ b)
+    y = V @ (values[:, None] * x)
+    torch.testing.assert_close(y if M is None else M @ y, S @ b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "masses", "complex", "identities"])
+def test_eigenpairs(ranks: RankPool, grid_shape: tuple[int, int], kind: str) -> None:
+    ranks.run(eigenpairs, grid_shape, kind)
+
+
+def eigenvalues_gradient(shape):
+    """The sum of squares of all eigenvalues is that of the matrix's elements: its gradients, by blocks of eigenvalues on each rank."""
+    if (grid := grid_for(shape)) is None:
+        return
+    factors = [f.requires_grad_() for f in placed(factors_of("symmetric")[0], grid)]
+    s = torch.tensor(0.4, dtype=torch.float64, device=grid.device, requires_grad=True)
+    K = KroneckerProduct(factors, grid=grid)
+    whole = [f.detach().cpu().clone().requires_grad_() for f in factors]
+    for A, matrix, leaves in (
+        (KroneckerSum(factors, grid=grid), dense(whole), [*factors]),
+        (K.add_diagonal(s), reduce(torch.kron, whole) + 0.4 * torch.eye(N, dtype=torch.float64), [*factors]),
+    ):
+        share = 1 / grid.shape[1]  # each rank of a row has the same eigenvalues
+        found = torch.autograd.grad((A.eigvalsh() ** 2).sum() * share, leaves, retain_graph=True)
+        expected = torch.autograd.grad((matrix**2).sum(), whole)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.cpu() + a.mT.cpu(), b + b.mT, rtol=1e-8, atol=1e-8)
+    (at_s,) = torch.autograd.grad((K.add_diagonal(s).eigvalsh() ** 2).sum() / grid.shape[1], s)
+    expected_s = 2 * (reduce(torch.kron, whole).trace() + 0.4 * N)
+    torch.testing.assert_close(at_s.cpu(), expected_s.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_of_eigenvalues(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
+    ranks.run(eigenvalues_gradient, grid_shape)
+
+
 def gradients(shape, kind, second, reduction):
     """Of a loss with a solve, a product, a logdet and an exponential; first, or second by way of the first's squared norm.
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from rank_pool import RankPool
 
 from fastkron_py.distributed import Problem, ProcessGrid, kron_matmul, plan
-from fastkron_py.distributed.pipeline import CHUNKS, PLENTY, fit, gib, needed
+from fastkron_py.distributed.pipeline import PLENTY, fit, gib, needed
+from fastkron_py.distributed.plan import SMALLER_CHUNKS
 
 PROBLEM = Problem(1024, (64,) * 3, (64,) * 3)
 
@@ -26,10 +27,10 @@ def test_too_little_says_what_is_needed_and_what_would_do() -> None:
     tall = plan(wide, (1, 4), chunks=1)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit(tall, [PLENTY, PLENTY, 1000, PLENTY], [4, 5, 6, 7])
-    least = min(needed(plan(wide, (1, 4), stages=tall.stages, chunks=c)) for c in (1, *CHUNKS))
+    least = min(needed(plan(wide, (1, 4), stages=tall.stages, chunks=c)) for c in (1, *SMALLER_CHUNKS))
     text = str(caught.value)
     assert text.startswith(f"plan: expected {gib(least)} of free memory on each rank beside x")
-    assert "on a 1 x 4 grid; got 0.000954 MiB on rank 6; no grid of 4 ranks needs less than" in text
+    assert "on a 1 x 4 grid; got 0.000954 MiB on rank 6; no grid of 4 ranks needs less than that" in text
 
 
 def run_short(short):

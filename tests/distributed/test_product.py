@@ -113,6 +113,8 @@ def solutions(shape, with_identity):
     values, vectors = K.eigh()
     assert torch.equal(values, K.eigvalsh())
     torch.testing.assert_close(gathered(grid, vectors @ (values[:, None] * (vectors.mH @ own)), b.shape), whole @ b, rtol=1e-9, atol=1e-9)
+    assert torch.equal(A.eigvalsh(), A.eigh().eigenvalues)
+    torch.testing.assert_close(A.eigvalsh(), values + 0.3, rtol=1e-12, atol=1e-12)
     with pytest.raises(AttributeError, match=r"a KroneckerProduct over a grid has no masked \(operator.local.masked works on whole"):
         K.masked(rows=given)
     return (exact.convergence.iterations, plain.convergence.iterations, A.convergence.iterations, A.convergence.residual)

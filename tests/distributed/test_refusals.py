@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid, kron_matmul
-from fastkron_py.distributed.group.failures import rank_text
+from fastkron_py.distributed.failures import rank_text
 
 SIZES = (4, 4, 2)
 N = math.prod(SIZES)

@@ -219,17 +219,17 @@ class KroneckerSum(ProductOrSum):
             TypeError: float16 or bfloat16 factors.
             ValueError: a factor or a mass is not symmetric, or a mass not positive definite.
         """
+        values, vectors = self._on_parts(self._eigenpairs)
+        return algebra.Eigh(algebra.kron_vectors(values, torch.add), KroneckerProduct(vectors))
 
-        def eigh(factors: list[Tensor], masses: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            matrices, lowers = self._symmetric(factors, masses)
-            parts = algebra.per_factor(matrices, "eigh", torch.linalg.eigh)
-            vectors = [q for _, q in parts]
-            if lowers:
-                vectors = [torch.linalg.solve_triangular(lower.mH, q, upper=True) for lower, q in zip(lowers, vectors, strict=True)]
-            return algebra.kron_vectors([v for v, _ in parts], torch.add), vectors
-
-        values, vectors = self._on_parts(eigh)
-        return algebra.Eigh(values, KroneckerProduct(vectors))
+    def _eigenpairs(self, factors: list[Tensor], masses: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Eigenvalues and eigenvectors of each factor, with a mass of each pair."""
+        matrices, lowers = self._symmetric(factors, masses)
+        parts = algebra.per_factor(matrices, "eigh", torch.linalg.eigh)
+        vectors = [q for _, q in parts]
+        if lowers:
+            vectors = [torch.linalg.solve_triangular(lower.mH, q, upper=True) for lower, q in zip(lowers, vectors, strict=True)]
+        return [v for v, _ in parts], vectors
 
     def eigvalsh(self) -> Any:
         """The eigenvalues of `eigh`, in the same order."""

@@ -22,7 +22,7 @@ import torch.distributed._symmetric_memory  # torch 2.11 does not import it by i
 from torch import Tensor
 
 from fastkron_py.distributed import whole_rows
-from fastkron_py.distributed.plan.layout import by_rows, chunk_offsets
+from fastkron_py.distributed.layout import by_rows, chunk_offsets
 from fastkron_py.distributed.transport import copies, flags, peer_memory, transfer
 from fastkron_py.distributed.transport.peer_memory import PeerChannel
 from fastkron_py.distributed.transport.slots import SLOTS, Slots

@@ -203,6 +203,10 @@ class Leg(NamedTuple):
         """Elements that a rank sends to others."""
         return self.held(rank) - self.size(rank, rank)
 
+    def messages(self, rank: int) -> int:
+        """The number of other ranks that it sends something."""
+        return sum(peer != rank and self.size(rank, peer) > 0 for peer in range(self.exchange.ranks))
+
 
 @lru_cache(maxsize=1024)
 def by_rows(m: int, inner: int, outer: int, parts: int) -> tuple[Exchange, Exchange]:

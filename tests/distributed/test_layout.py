@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from fastkron_py import reference
-from fastkron_py.distributed.plan.layout import (
+from fastkron_py.distributed.layout import (
     Exchange,
     Way,
     align_to,
@@ -25,7 +25,7 @@ from fastkron_py.distributed.plan.layout import (
     way,
     widths,
 )
-from fastkron_py.distributed.transport.all_to_all import _lands_in_place, pack, unpack
+from fastkron_py.distributed.transport.packed import _lands_in_place, pack, unpack
 from fastkron_py.distributed.transport.peer_memory import sent
 from fastkron_py.distributed.transport.transfer import RowGroup, Transfer
 

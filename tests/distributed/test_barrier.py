@@ -18,8 +18,8 @@ import torch.distributed as dist
 from rank_pool import RankPool
 
 from fastkron_py.distributed import CollectiveError, ProcessGrid
-from fastkron_py.distributed.group.agreement import agree
-from fastkron_py.distributed.group.barrier import FOLDER, NUMBERS, Barrier, _opened, _size, open_barrier
+from fastkron_py.distributed.agreement import agree
+from fastkron_py.distributed.barrier import FOLDER, NUMBERS, Barrier, _opened, _size, open_barrier
 
 pytestmark = pytest.mark.skipif(not Path(FOLDER).is_dir(), reason="no shared memory to hold a barrier")
 
@@ -182,7 +182,7 @@ def test_a_rank_that_comes_late(tmp_path: Path) -> None:
 def without_locks():
     """A system on which one rank does not see the others' locks."""
     group = ProcessGrid().control
-    with mock.patch("fastkron_py.distributed.group.barrier._is_locked", return_value=dist.get_rank() != 1):
+    with mock.patch("fastkron_py.distributed.barrier._is_locked", return_value=dist.get_rank() != 1):
         return open_barrier(group.gathered, dist.get_rank(), group.ranks, 5.0)
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 
-from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid, api, kron_matmul, plan
-from fastkron_py.distributed.group.agreement import agree
-from fastkron_py.distributed.group.failures import rank_text
+from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid, kron_matmul
+from fastkron_py.distributed.agreement import agree
+from fastkron_py.distributed.failures import rank_text
 
 SAME = {"call": "kron_matmul", "factors": [[8, 8], [8, 8]], "dtype": "float32"}
 
@@ -196,31 +196,3 @@ def test_scalars_that_differ(ranks: RankPool) -> None:
                 outcome.message
                 == f"arguments: expected the same on every rank; got {text.format(2)} on {others}; {text.format(3)} on rank 1"
             )
-
-
-def planned_otherwise():
-    """Rank 1 comes to another plan of its own, as another version or other figures of launches might; later the same."""
-    size = dist.get_world_size()
-    grid = ProcessGrid((1, size))
-    x, factors = (
-        torch.ones(8, 64 // size, dtype=torch.float64, device=grid.device),
-        [torch.eye(4, dtype=torch.float64, device=grid.device)] * 3,
-    )
-
-    def other(problem, shape, *_):
-        return plan(problem, shape, stages=(1, 2) if dist.get_rank() == 1 else (2, 1), chunks=1)
-
-    try:
-        with mock.patch.object(api, "_planned", other):
-            kron_matmul(x, factors, grid=grid)
-    finally:
-        for _ in range(2):
-            assert torch.equal(kron_matmul(x, factors, grid=grid), x)
-
-
-def test_plans_that_differ(ranks: RankPool) -> None:
-    others = rank_text(r for r in range(ranks.world_size) if r != 1)
-    for outcome in ranks.outcomes(planned_otherwise):
-        assert outcome.error == "ValueError", outcome.trace
-        shown = f'got [[2, 1], 1, "packed"] on {others}; [[1, 2], 1, "packed"] on rank 1'
-        assert outcome.message == f"plan: expected the same on every rank; {shown}"

@@ -26,7 +26,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.group.failures import rank_text
+from fastkron_py.distributed.failures import rank_text
 
 NUMBERS: Final = 6
 """In an entry."""

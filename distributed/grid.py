@@ -11,15 +11,18 @@ from typing import Any, Final, NoReturn, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fastkron_py.distributed.group.agreement import Control, agree, group_timeout, refuse
-from fastkron_py.distributed.group.failures import REFUSALS, rank_text, stage
-from fastkron_py.distributed.plan.layout import chunk_offsets
+from fastkron_py.distributed.agreement import Control, agree, group_timeout, refuse
+from fastkron_py.distributed.failures import REFUSALS, rank_text, stage
+from fastkron_py.distributed.layout import chunk_offsets, widths
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DIMENSIONS: Final = ("rows", "cols")
+PLACEMENTS: Final = (Shard(0), Shard(1))
+"""Of the DTensors that are blocks over a grid."""
 
 _when_closing: list[Callable[[ProcessGrid], None]] = []
 
@@ -190,6 +193,59 @@ class ProcessGrid:
         cuts = zip(shape, self._shape, (self.row, self.col), strict=True)
         rows, columns = (slice(*chunk_offsets(size, parts)[place : place + 2]) for size, parts, place in cuts)
         return rows, columns
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """This rank's block of a matrix that the grid's first rank has. Collective, and without derivatives.
+
+        Args:
+            whole: ``[rows, columns]`` on the grid's device; the other ranks' values are not read.
+
+        Raises:
+            TypeError: no tensor.
+            ValueError: no matrix, another device, or shapes or dtypes that differ from rank to rank. Every rank raises each of these.
+
+        Example:
+            >>> grid = ProcessGrid()
+            >>> x = grid.scatter(torch.arange(6.0, device=grid.device).view(3, 2))
+            >>> whole = grid.gather(x)
+        """
+        self._agree_on_matrix("scatter", "whole", whole, True)
+        with stage("ProcessGrid.scatter", self.group), torch.no_grad():
+            return distribute_tensor(whole.detach(), self._mesh, PLACEMENTS).to_local()
+
+    def gather(self, block: Tensor) -> Tensor:
+        """The whole matrix of all ranks' blocks, on every rank. Collective, and without derivatives.
+
+        Args:
+            block: this rank's, as `block` cuts.
+
+        Raises:
+            TypeError: no tensor.
+            ValueError: no matrix, another device, dtypes that differ, or blocks cut in another way. Every rank raises each of these.
+        """
+        sizes = self._agree_on_matrix("gather", "block", block, False)
+        cols = self._shape[1]
+        shape = sum([rows for rows, *_ in sizes[::cols]]), sum([columns for _, columns, *_ in sizes[:cols]])
+        cuts = [widths(chunk_offsets(size, parts)) for size, parts in zip(shape, self._shape, strict=True)]
+        if [size[:2] for size in sizes] != [(rows, columns) for rows in cuts[0] for columns in cuts[1]]:
+            raise value_error("block", f"blocks of a matrix {shape} as torch.chunk cuts it", [size[:2] for size in sizes])
+        with stage("ProcessGrid.gather", self.group), torch.no_grad():
+            found = DTensor.from_local(
+                block.detach().contiguous(), self._mesh, PLACEMENTS, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+            )
+            return found.full_tensor()
+
+    def _agree_on_matrix(self, call: str, name: str, matrix: Any, same_shape: bool) -> list[tuple[int, ...]]:
+        """Every rank's sizes of a matrix, once all have one of the same dtype."""
+        try:
+            if not isinstance(matrix, Tensor):
+                raise type_error(name, "a torch tensor", type_name(matrix))
+            if matrix.ndim != 2 or matrix.device != self._device:
+                raise value_error(name, f"a matrix on the grid's device {self._device}", f"{tuple(matrix.shape)} on {matrix.device}")
+        except REFUSALS as error:
+            refuse(self, error)
+        description = {"call": f"ProcessGrid.{call}", f"dtype of {name}": str(matrix.dtype)}
+        return agree(self, description | ({f"shape of {name}": list(matrix.shape)} if same_shape else {}), local=tuple(matrix.shape))
 
     def barrier(self) -> None:
         """Wait, on the host, until every rank of the grid is here; one that makes another call instead is an error on all."""

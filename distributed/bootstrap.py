@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import logging
 import math
+import os
+import re
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, TypedDict
+from types import TracebackType
+from typing import Any, Final, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
 
-from fastkron_py.distributed.group.failures import PackedError, differing, pack_error, rank_text, stage, unpack_error
-from fastkron_py.distributed.group.grid import forget_groups
-from fastkron_py.distributed.group.launchers import Launch, find_launch
+from fastkron_py.distributed.failures import PackedError, differing, pack_error, rank_text, stage, unpack_error
+from fastkron_py.distributed.grid import forget_groups
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 logger = logging.getLogger("fastkron_py")
@@ -35,6 +39,12 @@ LOOK: Final = 0.05
 """Seconds between two looks at it, at first."""
 FAREWELL: Final = 10.0
 """Seconds that rank 0, after an error, leaves at most for the other ranks to learn of it."""
+_TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SLURM_SIZES: Final = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES")
+# Variables that Open MPI, MPICH and Intel MPI (Hydra), MVAPICH2 and PMIx set in every process that they start.
+_MPI_VARIABLES: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_RANK", "PMIX_RANK")
+ABORT_PAUSE: Final = 1.0
+"""Seconds in which mpirun passes the traceback on, which it drops on an abort, and ranks with the same error print theirs."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ class Report(TypedDict):
 
 
 _made: tuple[Any, ProcessInfo] | None = None
-_launch: Launch | None = None
+_met: tuple[Launch, dist.Store] | None = None
 """Found once: a group that is made after another has been destroyed meets in the same store, whose server may be this process."""
 
 
@@ -117,8 +127,8 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
         _check_backend(backend)
     except (TypeError, ValueError) as wrong:
         error = wrong
-    launch = _found_launch(seconds)
-    store, reports = _exchange(launch, _report(backend, launch, seconds, error), seconds)
+    launch, shared = _meet(seconds)
+    store, reports = _exchange(launch, shared, _report(backend, launch, seconds, error), seconds)
     info = _info(launch, reports)
     logger.info("rank %d of %d on %s, backend %s, started by %s", info.rank, info.world_size, info.device, info.backend, info.launcher)
     if info.device.type == "cuda":
@@ -136,12 +146,13 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
     return info
 
 
-def _found_launch(seconds: float) -> Launch:
-    global _launch
-    if _launch is None:
-        _launch = find_launch(seconds)
-    _launch.store.set_timeout(timedelta(seconds=seconds))
-    return _launch
+def _meet(seconds: float) -> tuple[Launch, dist.Store]:
+    global _met
+    if _met is None:
+        launch = find_launch()
+        _met = launch, _rendezvous(launch, seconds)
+    _met[1].set_timeout(timedelta(seconds=seconds))
+    return _met
 
 
 def _check_backend(backend: Any) -> None:
@@ -182,7 +193,7 @@ def _gpu_index(launch: Launch, gpus: int) -> int:
     return launch.local_rank if 0 <= launch.local_rank < gpus else 0
 
 
-def _exchange(launch: Launch, own: Report, seconds: float) -> tuple[dist.Store, list[Report]]:
+def _exchange(launch: Launch, shared: dist.Store, own: Report, seconds: float) -> tuple[dist.Store, list[Report]]:
     """Every rank's report, judged by rank 0 on behalf of all, so that all raise the same error or none does; and a store for the group.
 
     Messages stay in a store: torchrun's is that of all attempts, which its agents count each for itself. So rank 0 opens a new part
@@ -190,11 +201,11 @@ def _exchange(launch: Launch, own: Report, seconds: float) -> tuple[dist.Store, 
     """
     rank = launch.rank
     if rank == 0:
-        launch.store.set(PART, own["token"])
-        store: dist.Store = dist.PrefixStore(own["token"], launch.store)
+        shared.set(PART, own["token"])
+        store: dist.Store = dist.PrefixStore(own["token"], shared)
         verdict = _verdict(store, own, seconds)
     else:
-        store, verdict = _answer(launch, own, 2 * seconds)  # rank 0 may itself wait for another one
+        store, verdict = _answer(launch, shared, own, 2 * seconds)  # rank 0 may itself wait for another one
     if verdict["error"]:
         store.set(f"seen/{rank}", "")
         if rank == 0:  # the store may end with this process: not before the others have read the verdict
@@ -217,13 +228,13 @@ def _verdict(store: dist.Store, own: Report, seconds: float) -> dict[str, Any]:
     return verdict
 
 
-def _answer(launch: Launch, own: Report, seconds: float) -> tuple[dist.Store, dict[str, Any]]:
+def _answer(launch: Launch, shared: dist.Store, own: Report, seconds: float) -> tuple[dist.Store, dict[str, Any]]:
     """Rank 0's answer to this rank's report, and the part of the store that it is in."""
     began, part, other = time.monotonic(), b"", ""
-    while (waited := time.monotonic() - began) < seconds and _arrives(launch.store, PART, seconds):
+    while (waited := time.monotonic() - began) < seconds and _arrives(shared, PART, seconds):
         try:
-            part, before = launch.store.get(PART), part
-            store = dist.PrefixStore(part.decode(), launch.store)
+            part, before = shared.get(PART), part
+            store = dist.PrefixStore(part.decode(), shared)
             if part != before:
                 store.set(f"report/{launch.rank}", json.dumps(own))
             verdict = json.loads(store.get("verdict")) if store.check(["verdict"]) else {"reports": []}
@@ -310,3 +321,159 @@ def _destroy() -> None:
     # Where a grid or a mesh of the user's keeps a group alive, a thread of Gloo's may still hold a tensor of its last
     # collective, and taking the interpreter's lock after Python's end, to let go of it, would abort the process.
     time.sleep(EXIT_PAUSE)
+
+
+# ---- who started this process --------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """This process among those that were started with it.
+
+    Attributes:
+        launcher: ``"torchrun"``, ``"mpi"``, ``"slurm"`` or ``"single"``.
+        rank: this process among all.
+        world_size: number of processes.
+        local_rank: number of this process on its host; negative where the launcher does not tell.
+        local_world_size: number of processes on this host; None where the launcher does not tell.
+        address: ``host:port`` at which rank 0 serves torch's store.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+    address: str
+
+
+def find_launch() -> Launch:
+    """Recognise the launcher by its variables.
+
+    torchrun comes first, since it may run under Slurm; MPI before Slurm, since variables of the batch script's
+    one task are inherited by everything that mpirun starts in it.
+
+    Raises:
+        RuntimeError: mpirun started this process, and mpi4py or an MPI library is missing; or variables do not make sense.
+    """
+    env = os.environ
+    if all(name in env for name in _TORCHRUN):
+        local_size = _integer(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else None
+        local_rank = _integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else -1
+        address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+        return Launch("torchrun", _integer(env, "RANK"), _integer(env, "WORLD_SIZE"), local_rank, local_size, address)
+    if any(name in env for name in _MPI_VARIABLES) and (_mpi_available() or not _slurm_step(env)):
+        if not _mpi_available():
+            raise RuntimeError(
+                "init_process_group: mpirun started this process, and mpi4py or its MPI library cannot be loaded;"
+                " install both (pip install mpi4py, with the MPI whose mpirun this is), or start with torchrun"
+            )
+        return _mpi()
+    if _slurm_step(env):
+        return _slurm(env)
+    _check_alone(env)
+    return Launch("single", 0, 1, 0, 1, "")
+
+
+def _rendezvous(launch: Launch, seconds: float) -> dist.Store:
+    """The store that all ranks share, by torch's own rendezvous."""
+    if launch.launcher == "single":
+        return dist.HashStore()
+    url = "env://" if launch.launcher == "torchrun" else f"tcp://{launch.address}"
+    with stage(f"init_process_group: meeting at {launch.address}"):
+        store: dist.Store = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timedelta(seconds=seconds)))[0]
+    return store
+
+
+def _check_alone(env: Mapping[str, str]) -> None:
+    """Refuse to run as the only rank if a variable says that there are others, and warn if Slurm gave room for others."""
+    if env.get("WORLD_SIZE", "1") != "1":
+        missing = ", ".join(name for name in _TORCHRUN if name not in env)
+        raise RuntimeError(f"init_process_group: WORLD_SIZE={env['WORLD_SIZE']} in the environment, without {missing}; set {missing}, too")
+    found = [f"{name}={env[name]}" for name in _SLURM_SIZES if env.get(name, "1") != "1"]
+    if found and "SLURM_STEP_NUM_TASKS" not in env:
+        text = f"this process runs as the only rank in a Slurm allocation with {', '.join(found)}: srun starts a rank for each task"
+        warnings.warn(f"init_process_group: {text}", RuntimeWarning, stacklevel=5)  # the line that calls init_process_group
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    """An environment variable as a number.
+
+    Raises:
+        RuntimeError: it is missing, or it is not a number.
+    """
+    if name not in env:
+        remedy = "pass on what srun sets (srun --export=ALL), or set it"
+        raise RuntimeError(f"init_process_group: the environment variable {name} is missing; {remedy}")
+    try:
+        return int(env[name])
+    except ValueError:
+        raise RuntimeError(f"init_process_group: expected an integer in the environment variable {name}; got {env[name]!r}") from None
+
+
+def _slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process: in a batch script itself, and under salloc, there is no step's node list."""
+    return "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+
+def _slurm(env: Mapping[str, str]) -> Launch:
+    host = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
+    if "MASTER_PORT" in env:
+        port = _integer(env, "MASTER_PORT")
+    else:  # no port can be passed round before ranks have met: one that all of them can compute, by job and step
+        port = 20000 + (100 * _integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")) % 12000
+    local_rank = _integer(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else -1
+    return Launch("slurm", _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_STEP_NUM_TASKS"), local_rank, None, f"{host}:{port}")
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list: ``"gpu[007-012,20],cpu1"`` begins with ``"gpu007"``."""
+    name = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
+    return name or socket.gethostname()
+
+
+def _mpi_available() -> bool:
+    """Whether mpi4py and an MPI library can be loaded."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):  # RuntimeError: mpi4py found no MPI library
+        return False
+    return bool(MPI.Is_initialized())
+
+
+def _mpi() -> Launch:
+    """Rank, size and local rank from MPI, and a free port on rank 0's host that it broadcasts: nothing has to be set beforehand."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    local = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    local_rank, local_size = local.rank, local.size
+    local.Free()
+    one_host = world.allreduce(local_size, op=MPI.MIN) == world.size
+    address = ""
+    if world.rank == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            address = f"{os.environ.get('MASTER_ADDR') or ('127.0.0.1' if one_host else socket.getfqdn())}:{free.getsockname()[1]}"
+    _abort_on_uncaught_exception(world)
+    return Launch("mpi", world.rank, world.size, local_rank, local_size, world.bcast(address, root=0))
+
+
+def _abort_on_uncaught_exception(world: Any) -> None:
+    """End the whole job when this rank fails.
+
+    mpi4py calls MPI_Finalize when Python exits, which waits for every rank: without this a rank that raised would
+    wait there for ranks that wait for it.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        before(kind, value, trace)
+        # torch's hook around this one buffers the output, to put the rank before it; an abort would lose it.
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            print(sys.stderr.getvalue(), end="", file=sys.__stderr__, flush=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(ABORT_PAUSE)
+        world.Abort(1)
+
+    sys.excepthook = hook

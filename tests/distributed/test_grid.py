@@ -12,14 +12,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from products import block, grid_for
 from rank_pool import RankPool, assert_refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fastkron_py
 from fastkron_py.distributed import CollectiveError, KroneckerProduct, ProcessGrid, init_process_group, kron_matmul
-from fastkron_py.distributed.group.failures import rank_text
-from fastkron_py.distributed.group.grid import grid_of
+from fastkron_py.distributed.failures import rank_text
+from fastkron_py.distributed.grid import grid_of
 
 
 def place(shape, ranks=None, from_mesh=False):
@@ -249,3 +250,44 @@ def closed(private, fails):
 @pytest.mark.parametrize("fails", [False, True])
 def test_closed_grids(ranks: RankPool, private: bool, fails: bool) -> None:
     assert all(ranks.run(closed, private, fails))
+
+
+def there_and_back(shape, m, n):
+    if (grid := grid_for(shape)) is None:
+        return
+    whole = torch.arange(float(m * n), dtype=torch.float64, device=grid.device).view(m, n)
+    x = grid.scatter(whole if grid.rank == 0 else torch.full_like(whole, torch.nan))
+    assert torch.equal(x, block(whole, grid))
+    assert torch.equal(grid.gather(x), whole)
+    assert torch.equal(grid.gather(x.mT.contiguous().mT), whole)
+
+
+def test_scatter_and_gather(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
+    for m, n in ((7, 5), (8, 12), (3, 2), (1, 9)):
+        ranks.run(there_and_back, grid_shape, m, n)
+
+
+def scatter_otherwise(what):
+    grid = ProcessGrid()
+    wrong = grid.rank == 1
+    if what == "shape":
+        grid.scatter(torch.ones(4 + wrong, 2, device=grid.device))
+    elif what == "no tensor":
+        grid.scatter([1.0] if wrong else torch.ones(4, 2, device=grid.device))
+    elif what == "dtype":
+        grid.gather(torch.ones(1, 2, device=grid.device, dtype=torch.float64 if wrong else torch.float32))
+    else:
+        grid.gather(torch.ones(1 + 2 * wrong, 2, device=grid.device))
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "message"),
+    [
+        ("shape", "ValueError", "shape of whole: expected the same on every rank; got [4, 2] on rank"),
+        ("no tensor", "TypeError", "whole: expected a torch tensor; got list (on rank 1)"),
+        ("dtype", "ValueError", "dtype of block: expected the same on every rank"),
+        ("cut", "ValueError", "block: expected blocks of a matrix"),
+    ],
+)
+def test_what_scatter_and_gather_refuse(ranks: RankPool, what: str, kind: str, message: str) -> None:
+    assert_refused(ranks.outcomes(scatter_otherwise, what), kind, message)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.group.barrier import Barrier, Round, open_barrier
-from fastkron_py.distributed.group.failures import PackedError, after_failure, differing, pack_error, rank_text, stage, unpack_error
+from fastkron_py.distributed.barrier import Barrier, Round, open_barrier
+from fastkron_py.distributed.failures import PackedError, after_failure, differing, pack_error, rank_text, stage, unpack_error
 from fastkron_py.runtime.errors import value_error
 
 if TYPE_CHECKING:
-    from fastkron_py.distributed.group.grid import ProcessGrid
+    from fastkron_py.distributed.grid import ProcessGrid
 
 LOCAL: Final = 4
 """Numbers that each rank may send along with its digest."""
@@ -59,7 +59,6 @@ class Control:
     def __init__(self, ranks: Sequence[int], number: int = 0) -> None:
         self.ranks = tuple(ranks)
         self.grids = number  # that have been made over it
-        self.planned: set[Hashable] = set()  # keys of plans that have been compared
         self._busy = threading.RLock()
         self._failure = ""
         self._barrier: Barrier | None = None
@@ -204,10 +203,10 @@ class Agreement:
         self._control, self._ranks = grid.control, grid.ranks
         self._error = description if isinstance(description, Exception) else None
         said = {"fields": description} if self._error is None else {"error": pack_error(self._error)}
-        self._text = json.dumps({"grid": grid.layout} | said, separators=(",", ":"))
+        self._said = {"grid": grid.layout} | said
         self._stage = _stage(description)
         with stage(self._stage, self._control.ranks):
-            self._under_way = self._control.tell([*_digest(self._text), *local, *[0] * (LOCAL - len(local))])
+            self._under_way = self._control.tell([*_digest(repr(self._said)), *local, *[0] * (LOCAL - len(local))])
 
     def settle(self) -> list[tuple[int, ...]]:
         """Wait for all ranks' digests.
@@ -223,7 +222,7 @@ class Agreement:
         with stage(self._stage, self._control.ranks):
             rows = self._under_way.wait()
         if any(row[:2] != rows[0][:2] for row in rows):
-            error = compare(_gather_text(self._control, self._text), self._control.ranks)
+            error = compare(_gather_text(self._control, json.dumps(self._said, separators=(",", ":"))), self._control.ranks)
             raise error from self._error
         if self._error is not None:  # the same on every rank
             raise self._error

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.plan.cost import FALLBACK
-from fastkron_py.distributed.plan.layout import Exchange
+from fastkron_py.distributed.layout import Exchange
+from fastkron_py.distributed.plan import FALLBACK
 from fastkron_py.distributed.transport.copies import copy, plain
 from fastkron_py.distributed.transport.transfer import Transfer, Transport, at_source, at_target, landed
 
@@ -19,10 +19,6 @@ class Packed(Transport):
 
     name = FALLBACK
     label = "packed"
-
-    def copies(self, transposed: bool) -> tuple[int, int]:
-        """Long runs are packed or unpacked; between stages both, and a multiply's result is packed element by element."""
-        return 1, int(transposed)
 
     def send(self, transfer: Transfer, local: Tensor) -> Parcel:
         """Pack a block and begin the all-to-all."""

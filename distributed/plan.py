@@ -1,0 +1,536 @@
+"""`plan`: how a grid of ranks multiplies a `Problem`, by a few rules. Plain Python: no tensors, no ranks.
+
+Ranks that hold whole rows exchange nothing, so columns are spread as little as rows and memory allow. Ranks that hold columns exchange
+them for whole rows where each has one: the local product is an ordinary one, and nothing is reordered around it. With fewer rows than
+ranks there are two stages, with the fewest exchanges that there can be. Chunks hide exchanges behind multiplies: 8, unless they would be
+too small for the processor to keep up with. docs/how_it_works/distributed.md has measured times.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+
+from fastkron_py.distributed.layout import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
+from fastkron_py.kron.modes import merged
+from fastkron_py.runtime.checks import DTYPES, check_integer
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+BY_ROWS: Final[Literal["rows"]] = "rows"
+MOST_CHUNKS: Final = 8
+CHUNK_BYTES: Final = 64 << 20
+"""A rank sends about as much in the exchange of a chunk, or more, unasked; with gradients twice as much. H200s send it in 0.2 ms; a
+processor begins a chunk in 0.4, and its gradients in 1."""
+TWO_CHUNKS_BYTES: Final = 96 << 20
+"""From which size of an exchange on, by rank, there are two chunks, which go through peer memory."""
+SMALLER_CHUNKS: Final = (2, 4, 8, 16, 32, 64)
+"""Numbers of chunks that are tried where memory is short."""
+FEWEST_CHUNKS: Final = 2
+"""From which on plans take peer memory unasked: slots are as large as chunks."""
+BUFFERS: Final = (2, 4, 5)
+"""Beside x and the result, by chunks: an operand and the result of one launch for the next; with several chunks also the operand of the
+next one and the product of the one before."""
+UNITS: Final = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A product to plan: ``x [m, prod(ps)] @ (F1 (x) ... (x) FN)``, or with left ``(F1 (x) ... (x) FN) @ x [prod(qs), m]``.
+
+    Attributes:
+        m: rows of x; with left its columns.
+        ps: rows of each factor.
+        qs: columns of each factor.
+        dtype: of all tensors; a floating-point one that products take.
+        left: the product stands to the left of x.
+        gradients: of x and all factors are wanted.
+        identities: the indices of factors that are identities, given to products as integers. Neighbours become one factor, and I_1 none:
+            ps, qs and identities are those of the factors that are left.
+
+    Raises:
+        TypeError: an attribute of another type.
+        ValueError: sizes that are not positive or not as many as each other, or an identity that is not square.
+
+    Example:
+        >>> Problem(128, (64,) * 4, (64,) * 4).left
+        False
+        >>> Problem(128, (4, 16, 8), (4, 16, 8), identities=(0, 1)).ps  # I_64 (x) F
+        (64, 8)
+    """
+
+    m: int
+    ps: tuple[int, ...]
+    qs: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    left: bool = False
+    gradients: bool = False
+    identities: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ps", positive_sizes("ps", self.ps))
+        object.__setattr__(self, "qs", positive_sizes("qs", self.qs))
+        if len(self.ps) != len(self.qs):
+            raise value_error("qs", f"{len(self.ps)} sizes, as ps has", len(self.qs))
+        if check_integer("m", self.m) < 0:
+            raise value_error("m", "a number of rows", self.m)
+        dtype: Any = self.dtype
+        if dtype not in DTYPES:
+            expected = "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            raise type_error("dtype", expected, dtype if isinstance(dtype, torch.dtype) else type_name(dtype))
+        for name in ("left", "gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise type_error(name, "True or False", type_name(getattr(self, name)))
+        if self.identities != ():
+            self._merge()
+
+    def _merge(self) -> None:
+        """Check the identities, and put neighbours together."""
+        given: Any = self.identities
+        if not isinstance(given, Sequence) or not all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in given):
+            raise type_error("identities", "a sequence of integers", given if isinstance(given, Sequence) else type_name(given))
+        square = [i for i, (p, q) in enumerate(zip(self.ps, self.qs, strict=True)) if p == q]
+        if not set(given) <= set(square):
+            raise value_error("identities", f"indices of square factors, among {square}", tuple(given))
+        factors = merged([p if i in given else (p, q) for i, (p, q) in enumerate(zip(self.ps, self.qs, strict=True))])
+        pairs = [f if isinstance(f, tuple) else (f, f) for f in factors]
+        object.__setattr__(self, "ps", tuple([p for p, _ in pairs]))
+        object.__setattr__(self, "qs", tuple([q for _, q in pairs]))
+        object.__setattr__(self, "identities", tuple([i for i, f in enumerate(factors) if not isinstance(f, tuple)]))
+
+    @property
+    def identity_first(self) -> bool:
+        """Whether the first factor is an identity: slices of the other factors are products of their own then, side by side."""
+        return 0 in self.identities
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """Sizes that x brings, and the sum runs over."""
+        return self.qs if self.left else self.ps
+
+    @property
+    def outer(self) -> tuple[int, ...]:
+        """Sizes of the result."""
+        return self.ps if self.left else self.qs
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the forward product, factor by factor from the last."""
+        width, total = math.prod(self.inner), 0
+        for i in reversed(range(len(self.ps))):
+            p, q = self.inner[i], self.outer[i]
+            total += 0 if i in self.identities else 2 * self.m * width * q
+            width = width // p * q
+        return total
+
+
+def positive_sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    """Accept a sequence of one positive integer or more."""
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not all(isinstance(s, numbers.Integral) for s in sizes):
+        raise type_error(name, "a sequence of integers", sizes if isinstance(sizes, Sequence) else type_name(sizes))
+    if not sizes or min(sizes) < 1:
+        raise value_error(name, "one positive size for each factor", tuple(sizes))
+    return tuple(int(s) for s in sizes)
+
+
+class TransportModel:
+    """A transport as far as plans know it.
+
+    Attributes:
+        name: in plans, and for ``plan(transport=...)``.
+        label: how parts of an exchange go, in a printed plan.
+        multiplies: of whole rows it takes over the product as well, which may read and write columns in blocks.
+        slots: buffers on each rank beside a product's, each as large as the most that the exchange of a chunk brings a rank.
+    """
+
+    name: str
+    label: str
+    multiplies: bool = False
+    slots: int = 0
+
+
+FALLBACK: Final = "packed"
+DIRECT: Final = "peer memory"
+TRANSPORTS: Final[dict[str, TransportModel]] = {}
+"""Transports by name. `fastkron_py.distributed.transport` fills it."""
+
+
+class Step(NamedTuple):
+    """An exchange with the multiply before it.
+
+    Attributes:
+        factors: first factor and one past the last, which are multiplied; None where blocks are only exchanged.
+        leg: the exchange that follows, of all rows of a row group; None without.
+    """
+
+    factors: tuple[int, int] | None
+    leg: Leg | None
+
+    @property
+    def busiest(self) -> int:
+        """The position in a row group of the rank that sends most."""
+        return 0 if self.leg is None else max(range(self.leg.exchange.ranks), key=self.leg.sent)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a grid of ranks multiplies. Made by `plan`; `str` gives a table.
+
+    Attributes:
+        problem: the product.
+        grid: ``(GM, GK)``, rows and columns of the grid.
+        cuts: how many factors each stage multiplies on every rank, the first stage the last ones; none where ranks take
+            whole rows for the product and give them back.
+        chunks: into how many parts a rank's rows are cut, to exchange one while another is multiplied.
+        transport: how exchanges are carried out: "packed" for an all-to-all, "peer memory" between GPUs of one host. What it cannot carry
+            (GPUs that cannot reach each other) is packed all the same.
+    """
+
+    problem: Problem
+    grid: tuple[int, int]
+    cuts: tuple[int, ...]
+    chunks: int
+    transport: str = FALLBACK
+
+    @property
+    def transport_model(self) -> TransportModel:
+        """The transport, as far as plans know it."""
+        return TRANSPORTS[self.transport]
+
+    @property
+    def parts(self) -> int:
+        """Over how many ranks the product's own dimension is spread: GK, or GM where the product stands left of x."""
+        return self.grid[0] if self.problem.left else self.grid[1]
+
+    @property
+    def row_groups(self) -> int:
+        """Over how many ranks the other dimension of x is spread: groups of `parts` ranks that exchange with each other."""
+        return self.grid[1] if self.problem.left else self.grid[0]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether ranks exchange columns for whole rows, multiply these by all factors, and exchange back."""
+        return not self.cuts
+
+    @property
+    def stages(self) -> tuple[int, ...] | Literal["rows"]:
+        """The argument with which `plan` chooses these stages again."""
+        return self.cuts or BY_ROWS
+
+    @cached_property
+    def way(self) -> Way:
+        """The stages in detail, where there are stages."""
+        return way(self.problem.inner, self.problem.outer, self.cuts, self.parts, self.problem.identity_first)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no rank needs another's part of x: rows are whole, or blocks are whole slices beside an identity that comes first."""
+        return not self.by_rows and not self.way.exchanges
+
+    def chunk_rows(self, rows: int) -> list[int]:
+        """How a row group's rows are cut into chunks."""
+        return chunk_rows(rows, self.chunks, self.parts if self.by_rows else 1)
+
+    def legs(self, group: int) -> list[list[Leg]]:
+        """Every exchange of a row group, in order, chunk by chunk."""
+        return [list(chunks) for chunks in zip(*[self._legs(rows) for rows in self.chunk_rows(self.rows(group))], strict=True)]
+
+    def _legs(self, rows: int) -> list[Leg]:
+        """Every exchange of some rows, in order."""
+        if not self.by_rows:
+            return [Leg(e, rows) for e in self.way.exchanges]
+        there, back = by_rows(rows, math.prod(self.problem.inner), math.prod(self.problem.outer), self.parts)
+        return [Leg(there, 1), Leg(back, 1, back=True)]
+
+    @property
+    def steps(self) -> list[Step]:
+        """An exchange to whole slices or to rows where one is needed, then the stages; of the row group that has most rows."""
+        legs = iter(self._legs(self.rows(0)))
+        if self.by_rows:
+            return [Step(None, next(legs)), Step((0, len(self.problem.ps)), next(legs))]
+        found = [] if self.way.first is None else [Step(None, next(legs))]
+        return found + [Step((s.start, s.stop), None if s.exchange is None else next(legs)) for s in self.way.stages]
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """A rank's (row group, position in it): the ranks of a row group exchange with each other."""
+        row, col = divmod(rank, self.grid[1])
+        return (col, row) if self.problem.left else (row, col)
+
+    def rows(self, group: int) -> int:
+        """Rows of x (with left: columns) that the ranks of a row group hold."""
+        return widths(chunk_offsets(self.problem.m, self.row_groups))[group]
+
+    @cached_property
+    def most_elements(self) -> int:
+        """Elements that a rank has before or after the exchange of one chunk, at most."""
+        return self.most_elements_of(self.rows(0))  # the first group has most rows
+
+    def most_elements_of(self, rows: int) -> int:
+        """The same of a row group that has this number of rows."""
+        legs = self._legs(max(self.chunk_rows(rows)))
+        return max(max(leg.held(r), leg.gets(r)) for leg in legs for r in range(self.parts))
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes that all ranks together send in a forward product."""
+        total = 0
+        rows = widths(chunk_offsets(self.problem.m, self.row_groups))
+        for group in {r: g for g, r in enumerate(rows)}.values():  # one of each size
+            legs = [leg for chunks in self.legs(group) for leg in chunks]
+            total += rows.count(rows[group]) * sum(leg.sent(r) for leg in legs for r in range(self.parts))
+        return total * self.problem.dtype.itemsize
+
+    @cached_property
+    def peak_memory(self) -> int:
+        """Bytes of the rank that needs most: x, the result and buffers; with gradients also theirs, and the saved operands."""
+        problem, rows, parts = self.problem, self.rows(0), self.parts
+        inner, outer = math.prod(problem.inner), math.prod(problem.outer)
+        blocks = sum([max(widths(chunk_offsets(n, parts))) for n in (inner, outer)])
+        sizes = self.chunk_rows(rows)
+        chunk = max(sizes)
+        if self.by_rows:
+            buffer = max(max(widths(chunk_offsets(n, parts))) * chunk for n in (inner, outer))
+            buffer = max(buffer, -(-chunk // parts) * max(inner, outer))
+            saved = inner * -(-rows // parts)
+        else:
+            operands = [max(widths(s.offsets)) for s in self.way.stages]
+            buffer = chunk * max(*operands, *[max(widths(s.offsets)) // s.p * s.q for s in self.way.stages])
+            saved = rows * sum(operands if self.way.first else operands[1:])
+        total = rows * blocks + BUFFERS[min(len(sizes), len(BUFFERS)) - 1] * buffer
+        matrices = sum([p * q for i, (p, q) in enumerate(zip(problem.ps, problem.qs, strict=True)) if i not in problem.identities])
+        if problem.gradients:
+            total, matrices = total + rows * blocks + saved, 2 * matrices
+        if not self.is_local and self.transport_model.slots:
+            total += self.transport_model.slots * self.most_elements
+        return (total + matrices) * problem.dtype.itemsize
+
+    def smaller(self) -> Iterator[Plan]:
+        """The same stages in more chunks, fewest first; then packed, without another transport's own memory."""
+        for transport in dict.fromkeys((self.transport, FALLBACK)):
+            for chunks in (c for c in SMALLER_CHUNKS if c > self.chunks):
+                yield _made(self.problem, self.grid, self.cuts, chunks, transport)
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def plan(
+    problem: Problem,
+    grid: tuple[int, int] | None = None,
+    *,
+    world_size: int | None = None,
+    stages: Sequence[int] | Literal["rows"] | None = None,
+    chunks: int | None = None,
+    memory: float | None = None,
+    transport: str | None = None,
+) -> Plan:
+    """Choose how a grid of ranks multiplies: grid, stages, chunks and transport.
+
+    Args:
+        problem: the product.
+        grid: ``(GM, GK)``; None takes, of all that make up world_size, the one that spreads columns least: each row group has a row, and
+            each rank enough memory.
+        world_size: number of ranks; needed without a grid.
+        stages: how many factors each stage multiplies between two exchanges, the first stage the last factors; their sum is the number
+            of factors (neighbouring identities are one). Or "rows": ranks take whole rows for the product, and give them back. None
+            takes rows where each rank of a row group has one, else two stages. Two stages at least where ranks exchange columns (one
+            would bring all of a row to one rank); without an exchange there is one. Where the first factor is an identity, one stage
+            leaves whole slices of the others where they are.
+        chunks: into how many parts a rank's rows are cut; None takes 8, fewer of small products, and more where memory is short. As with
+            torch.chunk there are at most as many as rows: by "rows" as each rank takes, and one without an exchange.
+        memory: bytes that each rank may use; None sets no limit.
+        transport: how exchanges are carried out, as `Plan.transport` has it. None takes "peer memory", which needs six buffers more, for
+            products by whole rows in two chunks or more, without identities.
+
+    Returns:
+        The plan.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a grid, stages, chunks or a transport that do not fit, or more memory needed than there is.
+
+    Example:
+        >>> print(plan(Problem(128, (64,) * 4, (64,) * 4), world_size=8))
+        x @ K, M = 128, 64^4, float32: 8 x 1 grid, one chunk of rows
+        ...
+    """
+    if not isinstance(problem, Problem):
+        raise type_error("problem", "a Problem", type_name(problem))
+    _check_options(chunks, memory, transport)
+    forced = None if stages is None else _cuts(stages, len(problem.ps))
+    tried: list[Plan] = []
+    for shape in _shapes(problem, grid, world_size, forced):
+        for cuts in _stages(problem, shape) if forced is None else [forced]:
+            first = _made(problem, shape, cuts, chunks, transport)
+            if memory is None:
+                return first
+            smaller = first.smaller() if chunks is None else ()
+            tried += [first, *[p for p in smaller if transport in (None, p.transport)]]
+            fitting = next((p for p in tried if p.peak_memory <= memory), None)
+            if fitting is not None:
+                return fitting
+    least = min(tried, key=lambda p: p.peak_memory)
+    needed = f"at least {least.peak_memory:,} bytes, as a {least.grid[0]} x {least.grid[1]} grid with {least.chunks} chunks needs"
+    raise value_error("memory", f"{needed} (more ranks need less each)", f"{memory:,.0f}")
+
+
+def _check_options(chunks: Any, memory: Any, transport: Any) -> None:
+    if chunks is not None and check_integer("chunks", chunks) < 1:
+        raise value_error("chunks", "a positive number", chunks)
+    if transport is not None and (not isinstance(transport, str) or transport not in TRANSPORTS):
+        raise value_error("transport", f"None or one of {', '.join(TRANSPORTS)}", repr(transport))
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
+        raise type_error("memory", "a number of bytes or None", type_name(memory))
+
+
+def _cuts(stages: Any, count: int) -> tuple[int, ...]:
+    if isinstance(stages, str):
+        if stages != BY_ROWS:
+            raise value_error("stages", f'numbers of factors, or "{BY_ROWS}"', repr(stages))
+        return ()
+    cuts = positive_sizes("stages", stages)
+    if sum(cuts) != count:
+        raise value_error("stages", f"numbers that add up to {count}, the number of factors", cuts)
+    return cuts
+
+
+def _shapes(problem: Problem, grid: Any, world_size: Any, cuts: tuple[int, ...] | None) -> list[tuple[int, int]]:
+    """The grids to choose among, the first that fits: those whose row groups all have a row, columns over few ranks before many."""
+    shapes = list(_all_shapes(grid, world_size))
+    if cuts is not None and len(cuts) == 1 and not problem.identity_first:
+        whole = [shape for shape in shapes if _sides(problem, shape)[1] == 1]
+        if not whole:
+            expected = f'two stages or more, or "{BY_ROWS}", since ranks of a {shapes[0][0]} x {shapes[0][1]} grid exchange columns'
+            raise value_error("stages", expected, cuts)
+        shapes = whole
+
+    def order(shape: tuple[int, int]) -> tuple[bool, int]:
+        groups, parts = _sides(problem, shape)
+        return groups > max(1, problem.m), parts
+
+    return sorted(shapes, key=order)
+
+
+def _all_shapes(grid: Any, world_size: Any) -> Iterator[tuple[int, int]]:
+    if grid is not None:
+        shape = positive_sizes("grid", grid)
+        if len(shape) != 2:
+            raise value_error("grid", "two positive numbers, GM and GK", shape)
+        if world_size is not None and math.prod(shape) != world_size:
+            raise value_error("grid", f"GM * GK = {world_size}, the world_size", f"{shape[0]} * {shape[1]}")
+        yield shape[0], shape[1]
+        return
+    size = 0 if world_size is None else check_integer("world_size", world_size)
+    if size < 1:
+        raise value_error("world_size", "a positive number of ranks, since no grid is given", world_size)
+    yield from [(size // d, d) for d in range(1, size + 1) if size % d == 0]
+
+
+def _sides(problem: Problem, grid: tuple[int, int]) -> tuple[int, int]:
+    """(Number of row groups, ranks of each)."""
+    return (grid[1], grid[0]) if problem.left else grid
+
+
+def _stages(problem: Problem, grid: tuple[int, int]) -> list[tuple[int, ...]]:
+    """The stages of a product on a grid, empty ones for whole rows; then those that can be cut into more chunks, and need less memory."""
+    groups, parts = _sides(problem, grid)
+    count, rows = len(problem.ps), -(-problem.m // groups)
+    if parts == 1 or (problem.identity_first and problem.ps[0] >= parts):  # the second: slices stay where they are
+        return [(count,)]
+    if count == 1:
+        return [()]
+    return [(), _two_stages(problem, parts)] if rows >= parts else [_two_stages(problem, parts)]
+
+
+def _two_stages(problem: Problem, parts: int) -> tuple[int, int]:
+    """The two stages in which the busiest rank has least to do."""
+    ps, qs, count = problem.inner, problem.outer, len(problem.ps)
+
+    def most(first: int) -> tuple[int, int]:
+        """Columns of the busiest rank in both stages, if the second one multiplies this number of factors; then how uneven they are."""
+        slices, between = math.prod(ps[:first]), math.prod(qs[first:])
+        widest = max(math.prod(ps[first:]), between), max(slices, math.prod(qs[:first]))
+        return -(-slices // parts) * widest[0] + -(-between // parts) * widest[1], abs(2 * first - count)
+
+    first = min(range(1, count), key=most)
+    return count - first, first
+
+
+def _made(problem: Problem, grid: tuple[int, int], cuts: tuple[int, ...], chunks: int | None, transport: str | None) -> Plan:
+    """A plan of these stages, with as many chunks as there are, or can be."""
+    made = Plan(problem, grid, cuts, 1)
+    if made.is_local:  # without an exchange any transport will do
+        return made
+    rows, width = made.rows(0), max(math.prod(problem.inner), math.prod(problem.outer))
+    if chunks is None:
+        sent = rows * width // made.parts * (made.parts - 1) // made.parts * problem.dtype.itemsize
+        least = CHUNK_BYTES * (2 if problem.gradients else 1)
+        chunks = 1 if sent < max(least, TWO_CHUNKS_BYTES) else min(MOST_CHUNKS, 1 << max(1, (sent // least).bit_length() - 1))
+    chunks = min(int(chunks), max(1, -(-rows // made.parts) if made.by_rows else rows))
+    if transport is None:
+        transport = DIRECT if made.by_rows and chunks >= FEWEST_CHUNKS and not problem.identities else FALLBACK
+    return replace(made, chunks=chunks, transport=transport)
+
+
+# ---- in words ------------------------------------------------------------------------------------
+
+
+def amount(value: float, unit: str) -> str:
+    """A number with a prefix: 1.07 GB, 45.6 TFLOP/s."""
+    for prefix, size in UNITS:
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def factors_text(problem: Problem, start: int = 0, stop: int | None = None) -> str:
+    """Factors of a problem in few words: 64^4, or 8x16 4x4, or I_64 8."""
+    stop = len(problem.ps) if stop is None else stop
+    ps, qs = problem.ps[start:stop], problem.qs[start:stop]
+    own = [i for i in problem.identities if start <= i < stop]
+    if ps == qs and len(set(ps)) == 1 and not own:
+        return f"{ps[0]}^{len(ps)}" if len(ps) > 1 else str(ps[0])
+    texts = [str(p) if p == q else f"{p}x{q}" for p, q in zip(ps, qs, strict=True)]
+    return " ".join([f"I_{text}" if start + i in own else text for i, text in enumerate(texts)])
+
+
+def _table(plan: Plan) -> str:
+    """The plan in lines: the problem, one row for each step, totals."""
+    p = plan.problem
+    rows = [("step", "factors", "sent per rank", "messages")]
+    stage = 0
+    for step in plan.steps:
+        stage += step.factors is not None
+        rows.append(_row(plan, step, stage))
+    sizes = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    form = "K @ x, M" if p.left else "x @ K, M"
+    chunks = f"{plan.chunks} chunks of rows" if plan.chunks > 1 else "one chunk of rows"
+    sent = "" if plan.is_local else f", {plan.transport_model.label}"
+    dtype = str(p.dtype).removeprefix("torch.")
+    return "\n".join(
+        [
+            f"{form} = {p.m}, {factors_text(p)}, {dtype}: {plan.grid[0]} x {plan.grid[1]} grid, {chunks}{sent}",
+            *("  " + "  ".join(text.ljust(size) for text, size in zip(row, sizes, strict=True)).rstrip() for row in rows),
+            f"  sent by all ranks {amount(plan.bytes_total, 'B')}; peak memory per rank {amount(plan.peak_memory, 'B')}",
+        ]
+    )
+
+
+def _row(plan: Plan, step: Step, stage: int) -> tuple[str, str, str, str]:
+    name = ("product" if plan.by_rows else f"stage {stage}") if step.factors else ("to rows" if plan.by_rows else "align")
+    factors = factors_text(plan.problem, *step.factors) if step.factors else "-"
+    if step.leg is None:
+        return name, factors, "-", "-"
+    rank = step.busiest
+    times = f" x {plan.chunks}" if plan.chunks > 1 else ""
+    return name, factors, amount(step.leg.sent(rank) * plan.problem.dtype.itemsize, "B"), f"{step.leg.messages(rank)}{times}"
