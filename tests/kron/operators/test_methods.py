@@ -262,7 +262,7 @@ def test_gradients(name: str, dtype: torch.dtype) -> None:
     given = (x.requires_grad_(), *[t.requires_grad_() for t in tensors])
     assert torch.autograd.gradcheck(lambda *t: function([*chosen], *t), given, fast_mode=True)
     second = [n for n in chosen if n not in FIRST_ORDER]
-    assert torch.autograd.gradgradcheck(lambda *t: function(second, *t), given, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *t: function(second, *t), given, fast_mode=True, check_undefined_grad=False)
 
 
 @pytest.mark.parametrize(
