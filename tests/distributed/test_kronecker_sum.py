@@ -164,7 +164,9 @@ FEW = [("symmetric", True), ("ring", True), ("masses", False), ("general", False
 MORE = [(kind, True) for kind in ("symmetric", "masses", "general", "identities", "ring")]
 
 
-@pytest.mark.parametrize(("kinds", "reduction"), [(FEW[::2], "sum"), (FEW[1::2], "mean"), *in_full([(MORE[::2], "sum"), (MORE[1::2], "mean")])])
+@pytest.mark.parametrize(
+    ("kinds", "reduction"), [(FEW[::2], "sum"), (FEW[1::2], "mean"), *in_full([(MORE[::2], "sum"), (MORE[1::2], "mean")])]
+)
 def test_gradients(ranks: RankPool, grid_shape: tuple[int, int], kinds: list[tuple[str, bool]], reduction: str) -> None:
     for kind, second in kinds:
         assert set(ranks.run(gradients, grid_shape, kind, second, reduction)) <= {True, None}, kind
