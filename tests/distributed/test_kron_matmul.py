@@ -310,7 +310,7 @@ def direct_stores(shape, left, folder, smaller, part):
 def test_direct_stores(own_ranks: RankPool, part: int, shape: tuple[int, int], left: bool, smaller: int, tmp_path: Path) -> None:
     """The same results where slots are taken, also by backward passes, and where they are too small and the all-to-all steps in."""
     for stored, refused in own_ranks.run(direct_stores, shape, left, str(tmp_path), smaller, part):
-        assert stored > 50
+        assert stored > 10
         assert (refused > 0) == (smaller > 1)
 
 

@@ -56,7 +56,7 @@ def problem(shapes: list[tuple[int, int]], left: bool, dtype: torch.dtype, devic
     """(x, the factors, z) with gradients, and the verb."""
     torch.manual_seed(0)
     k, n = (int(torch.tensor([s[i] for s in shapes]).prod()) for i in (0, 1))
-    sizes = [(2, k, 3), *[(q, p) for p, q in shapes], (n, 1)] if left else [(2, 4, k), *shapes, (4, n)]
+    sizes = [(2, k, 3), *[(q, p) for p, q in shapes], (n, 1)] if left else [(2, 2, k), *shapes, (2, n)]
     tensors = [torch.randn(s, dtype=torch.float64).to(device, dtype).requires_grad_() for s in sizes]
     return tensors, kron_matmul_left if left else kron_matmul
 
