@@ -18,12 +18,6 @@ from fastkron_py.cli.app import app
 
 
 @pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
-    monkeypatch.setenv("COLUMNS", "200")
-    return CliRunner()
-
-
-@pytest.fixture
 def once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few calls are enough where no test looks at seconds."""
     timed = demo.best_seconds
