@@ -30,29 +30,31 @@ class Compiled(NamedTuple):
 Kernels = dict[tuple[str, str], Compiled]  # by problem and kernel
 
 
-def compiled_for_gpus(cache: Path, all_baselines: bool = False) -> dict[tuple[str, ...], Kernels]:
+def compiled_for_gpus(cache: Path, is_for_table: bool = False) -> dict[tuple[str, ...], Kernels]:
     """By a compute capability and the features that its record is without. Two processes at a time.
 
     Args:
         cache: a folder for Triton's. Shared, since much of what is compiled for sm_90 is the same with and without some features.
-        all_baselines: also compile those kernels for sm_90 without a feature that spill nothing where they are compared.
+        is_for_table: also compile for problems that no test needs, and those kernels for sm_90 without a feature that spill nothing
+            where they are compared.
     """
     with ThreadPoolExecutor(2) as pool:
         targets = [(capability,) for capability in BASELINES]
-        found = dict(zip(targets, pool.map(lambda target: _kernels(cache, target), targets), strict=True))
+        chosen = "all" if is_for_table else "tested"
+        found = dict(zip(targets, pool.map(lambda target: _kernels(cache, target, chosen), targets), strict=True))
         compared: dict[tuple[str, ...], set[tuple[str, str]]] = {}
         for capability, baseline in BASELINES.items():
             names = {name for name, kernel in found[capability,].items() if kernel.spilled > 0}
             compared[baseline] = compared.get(baseline, set()) | names
         plain = [baseline for baseline in compared if baseline not in found]
-        made = pool.map(lambda target: _kernels(cache, target, None if all_baselines else sorted(compared[target])), plain)
+        made = pool.map(lambda target: _kernels(cache, target, chosen, None if is_for_table else sorted(compared[target])), plain)
         return found | dict(zip(plain, made, strict=True))
 
 
-def _kernels(cache: Path, target: tuple[str, ...], wanted: list[tuple[str, str]] | None = None) -> Kernels:
+def _kernels(cache: Path, target: tuple[str, ...], chosen: str, wanted: list[tuple[str, str]] | None = None) -> Kernels:
     found: Kernels = {}
     capability, *features = target
-    arguments = [capability, ",".join(features), *([] if wanted is None else [json.dumps(wanted)])]
+    arguments = [capability, ",".join(features), chosen, *([] if wanted is None else [json.dumps(wanted)])]
     for line in compiled("compile_for_gpus.py", cache, *arguments):
         name, most = (line["problem"], line["kernel"]), Compiled(line["shared"], line["reg"], line["stack"])
         found[name] = Compiled(*map(max, found.get(name, most), most))
@@ -82,4 +84,4 @@ def _cell(found: Compiled | None) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print("\n".join(table(compiled_for_gpus(Path(folder), all_baselines=True))))
+        print("\n".join(table(compiled_for_gpus(Path(folder), is_for_table=True))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import os
@@ -80,10 +81,7 @@ def pytest_collection_finish() -> None:
     """Leave the modules and thousands of collected cases out of garbage collection, which else looks at them all each time."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # bindings complain at exit of objects that are still there
+    atexit.register(gc.unfreeze)  # bindings complain of objects that are still there then; not before: pytest collects when it ends
 
 
 @pytest.fixture(autouse=True)

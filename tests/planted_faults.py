@@ -386,7 +386,7 @@ def outcome(fault: Fault, folder: Path) -> tuple[str, float, str]:
             failed = first_failure(tests, folder)
             if failed is not None:
                 path.write_text(text)
-                names = re.findall(r"^(?:FAILED|ERROR) ([^ ]+)", failed)
+                names = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", failed)  # a case's name may hold spaces
                 without = first_failure(shlex.quote(names[0]), folder) if names else None
                 return "killed" if without is None else "unknown", time.perf_counter() - start, failed
         return "survived", time.perf_counter() - start, ""

@@ -20,12 +20,6 @@ from fastkron_py.cli.app import app
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
-    monkeypatch.setenv("COLUMNS", "200")
-    return CliRunner()
-
-
 @pytest.mark.full
 def test_runs_a_benchmark_from_another_folder(tmp_path: Path) -> None:
     if not (ROOT / "benchmarks").is_dir():

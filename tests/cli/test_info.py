@@ -21,12 +21,6 @@ from fastkron_py.runtime.checks import DTYPES
 from fastkron_py.runtime.device import gpu_of
 
 
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
-    monkeypatch.setenv("COLUMNS", "200")
-    return CliRunner()
-
-
 def test_info_as_text(runner: CliRunner) -> None:
     result = runner.invoke(app, ["info"])
     assert result.exit_code == 0, result.output

@@ -9,18 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tuning_cases import DEVICE, HERE, entry, problem
-from typer.testing import CliRunner
 
 from fastkron_py.cli.app import app
 from fastkron_py.cli.shapes import Shape, parse_shapes
 from fastkron_py.kron.tune import table
 from fastkron_py.kron.tune.table import TuningWarning, file_name
-
-
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
-    monkeypatch.setenv("COLUMNS", "200")
-    return CliRunner()
 
 
 @pytest.fixture

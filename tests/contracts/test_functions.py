@@ -193,6 +193,7 @@ def test_export(function: Function) -> None:
     check_export(function, "export", strict=False)
 
 
+@pytest.mark.full  # Dynamo traces as in `test_compile`, and what follows is `test_export`'s
 @every("export, strict")
 def test_strict_export(function: Function) -> None:
     check_export(function, "export, strict", strict=True)

@@ -16,7 +16,8 @@ from rank_pool import TIMEOUT, RankPool
 
 RANKS = int(os.environ.get("FASTKRON_TEST_RANKS", "4"))
 BACKEND = "nccl" if torch.cuda.device_count() >= RANKS else "gloo"
-GRIDS = [(rows, size // rows) for size in range(2, RANKS + 1) if RANKS % size == 0 for rows in range(1, size + 1) if size % rows == 0]
+# Those of all ranks come first: tests/sampling.py gives them the first choice among other parameters.
+GRIDS = [(rows, size // rows) for size in range(RANKS, 1, -1) if RANKS % size == 0 for rows in range(1, size + 1) if size % rows == 0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

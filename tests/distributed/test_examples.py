@@ -58,7 +58,7 @@ def test_kron(launcher: str, size: int, options: list[str], sent: int) -> None:
 def test_gaussian_process(tmp_path: Path) -> None:
     options = ["--stride", "14", "--steps", "2", "--probes", "3", "--samples", "3"]
     found = []
-    for launcher, size, grid in [("torchrun", 2, "1x2"), ("mpiexec", 4, "2x2")]:
+    for launcher, size, grid in [("torchrun", 2, "1x2"), ("mpiexec", 2, "2x1")]:
         picture = tmp_path / f"{launcher}.png"
         printed = run(launcher, size, "multi_gpu_gp.py", *options, "--grid", grid, "--out", str(picture))
         assert picture.read_bytes().startswith(b"\x89PNG")

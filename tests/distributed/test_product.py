@@ -172,9 +172,9 @@ def gradients(shape, second, reduction, with_identity):
     return True
 
 
-def test_gradients(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
-    for second, reduction, with_identity in ((False, "sum", True), (True, "sum", False), (True, "mean", False)):
-        assert set(ranks.run(gradients, grid_shape, second, reduction, with_identity)) <= {True, None}
+@pytest.mark.parametrize(("second", "reduction", "with_identity"), [(False, "sum", True), (True, "sum", False), (True, "mean", False)])
+def test_gradients(ranks: RankPool, grid_shape: tuple[int, int], second: bool, reduction: str, with_identity: bool) -> None:
+    assert set(ranks.run(gradients, grid_shape, second, reduction, with_identity)) <= {True, None}
 
 
 def refused(which, alone):

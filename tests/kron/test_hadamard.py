@@ -125,12 +125,12 @@ def test_refusals() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("dynamic", [None, True], ids=str)
+@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=pytest.mark.full)], ids=str)
 def test_compiled_for_lengths_that_change(dynamic: bool | None, device: torch.device) -> None:
     """Also of a scale with a gradient; a graph is one of its length."""
     torch.compiler.reset()
     compiled = torch.compile(lambda x, scale: hadamard(x, scale=scale), dynamic=dynamic, fullgraph=True, backend="aot_eager")
-    for rows, n in ((3, 16), (4, 16), (3, 24), (5, 32)):
+    for rows, n in ((3, 16), (4, 16), (3, 24)):
         x = torch.randn(rows, n, dtype=torch.float64, device=device)
         wanted = x @ matrix(n).to(device)
         torch.testing.assert_close(compiled(x, 1.0), wanted, rtol=0, atol=1e-12)

@@ -115,13 +115,13 @@ def test_compiled_whole() -> None:
     f, g = torch.randn(2, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
 
     def function(x: torch.Tensor, n: int, z: torch.Tensor) -> torch.Tensor:
-        return kron_matmul(x, [n, f, n, g], alpha=2.0, beta=0.5, z=z)
+        return kron_matmul(x, [n, f, g], alpha=2.0, beta=0.5, z=z)
 
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (3, 5):
-        x, z = torch.randn(5, n * 2 * n * 4, dtype=torch.float64), torch.randn(n * n * 6, dtype=torch.float64)
-        assert_close(compiled(x, n, z), 2 * (x @ dense([n, f, n, g])) + 0.5 * z)
+        x, z = torch.randn(5, n * 2 * 4, dtype=torch.float64), torch.randn(n * 6, dtype=torch.float64)
+        assert_close(compiled(x, n, z), 2 * (x @ dense([n, f, g])) + 0.5 * z)
 
 
 def test_arrays_and_other_integers() -> None:

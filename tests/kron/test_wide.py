@@ -29,15 +29,19 @@ SHAPES = {
     "two, the second wider": (1, 2, (66, 2, 70), (2, 3, 67), 1),
 }
 ALGORITHMS = ("matmul", "copying", "looped")
+DTYPES = [(torch.float32, torch.complex64), (torch.bfloat16, torch.float64), (torch.complex128,)]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithm_is_right(algorithm: str, shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_every_algorithm_is_right(
+    dtypes: tuple[torch.dtype, ...], algorithm: str, shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(planner, "best_algorithm", lambda *_: algorithm)
     force_gradients(monkeypatch, algorithm)
     groups, rows, ps, qs, columns = shape
-    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128):
+    for dtype in dtypes:
         torch.manual_seed(0)
         x, factors = problem(dtype, device, groups, rows, ps, qs, columns)
         wanted = dense(x, factors)

@@ -44,7 +44,7 @@ def test_learn_blur_predicts_patches_held_out() -> None:
     assert after < before / 2
 
 
-LOKR_EXAMPLES = {"digits": "10", "llama": "6"}  # and the steps after which each has learned
+LOKR_EXAMPLES = {"digits": "10", "llama": "3"}  # and the steps after which each has learned
 
 
 @pytest.mark.full
@@ -210,7 +210,7 @@ def test_weather_fills_in_what_is_missing(tmp_path: Path) -> None:
             shown = "NA" if (7 * hour + i) % 10 == 0 else f"{pressure:.1f}"
             lines.append(f"{station},{when.year},{when.month},{when.day},{when.hour},{shown}")
     (package / "data" / "weather.csv").write_text("\n".join(lines), encoding="utf-8")
-    printed = run_drawing("operators/weather.py", tmp_path, "--steps", "10")
+    printed = run_drawing("operators/weather.py", tmp_path, "--steps", "4")
     ours = float(re.findall(r"Gaussian process ([\d.]+) millibar", printed)[0])
     between_hours = float(re.findall(r"lines between the hours ([\d.]+)", printed)[0])
     assert ours < between_hours / 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -248,21 +248,21 @@ def test_gradients(name: str, dtype: torch.dtype) -> None:
     tensors, x, _ = drawn(operator, dtype)
     chosen = {n: m for n, m in methods_of(operator).items() if n not in ("logdet", "mH", "to_dense", "negative")}
 
-    def results(x: Tensor, *tensors: Tensor) -> dict[str, Tensor]:
+    def results(names: Iterable[str], x: Tensor, *tensors: Tensor) -> dict[str, Tensor]:
         a = operator.make(*tensors)
         y = x if x.shape[0] == a.shape[-2] else torch.ones(a.shape[-2], 3, dtype=x.dtype)
-        return {n: m.lazy(a, x, y) for n, m in chosen.items()}
+        return {n: chosen[n].lazy(a, x, y) for n in names}
 
-    sizes = {n: r.abs().max() for n, r in results(x, *tensors).items()}  # of an inverse and a determinant: many decades
+    sizes = {n: r.abs().max() for n, r in results(chosen, x, *tensors).items()}  # of an inverse and a determinant: many decades
 
     def function(names: Sequence[str], *given: Tensor) -> Tensor:
-        found = results(*given)
-        return torch.cat([torch.view_as_real((found[n] / sizes[n]).to(torch.complex128)).flatten() for n in names])
+        found = results(names, *given).items()
+        return torch.cat([torch.view_as_real((r / sizes[n]).to(torch.complex128)).flatten() for n, r in found])
 
     given = (x.requires_grad_(), *[t.requires_grad_() for t in tensors])
     assert torch.autograd.gradcheck(lambda *t: function([*chosen], *t), given, fast_mode=True)
     second = [n for n in chosen if n not in FIRST_ORDER]
-    assert torch.autograd.gradgradcheck(lambda *t: function(second, *t), given, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *t: function(second, *t), given, fast_mode=True, check_undefined_grad=False)
 
 
 @pytest.mark.parametrize(
