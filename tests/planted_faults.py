@@ -84,7 +84,7 @@ FAULTS = [
     Fault(
         "fastkron_py/runtime/program.py", "if order_of(given[second].data_ptr()", "if False and order_of(given[second].data_ptr()", CACHED
     ),
-    Fault("fastkron_py/runtime/program.py", "step.drops:\n                del held", "step.drops[:0]:\n                del held", CACHED),
+    Fault("fastkron_py/runtime/program.py", "in step.drops if number", "in step.drops[:0] if number", CACHED),
     Fault("fastkron_py/rational/api.py", 'call_key("rational", x, version,', 'call_key("rational", x, "B",', VERBS),
     Fault("fastkron_py/gated/api.py", '"gated", activation, layout, backward,', '"gated", "silu", layout, backward,', VERBS),
     Fault("fastkron_py/kan/api.py", '"poly_kan", basis, normalization, evaluation,', '"poly_kan", basis, normalization, "",', VERBS),
