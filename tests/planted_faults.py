@@ -76,7 +76,7 @@ FAULTS = [
     Fault(CALLS, "full = (key, settings())", "full = key", CACHED),
     Fault(CALLS, "(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0)", "(t.shape, t.dtype, t.data_ptr() & 15 == 0)", CACHED),
     Fault(CALLS, "if entries is None or _is_watching() or", "if entries is None or", CACHED),
-    Fault(CALLS, "check(*tensors)\n", "True\n", CACHED),
+    Fault(CALLS, "if check(*tensors) and (", "if True and (", CACHED),
     Fault(
         "fastkron_py/runtime/operator.py", "given[index] = (options[index] == 1.0) - (options[index] == 0.0)", "given[index] = 0", CACHED
     ),
