@@ -301,9 +301,12 @@ class _Straight:
         self._program, self._by_address, pool = program, launches is not None, program._pool
         self._stream, *self._patterns = key if isinstance(key, tuple) else (key,)
         self._slots, self._tensors = [{i: i for i in range(program._inputs)} for _ in range(2)]
+        self._views: dict[int, set[View]] = {}  # that torch is handed, of each value; none for one that is made as it is handed
+        for view in [view for step in program._steps if step.results is not None for view in step.operands]:
+            self._views.setdefault(view.source, set()).add(view)
         early = [make for step in program._steps for make in step.makes if make.is_small(program._itemsize, program._small)]
         self._kept = {make.number for make in early}
-        self._made = [(make.shape, make.strides or contiguous(make.shape)) for make in early]
+        self._made = [self._layout(make) for make in early]
         for make in early:
             self._add(make.number)
         if pool.parts:
@@ -313,6 +316,18 @@ class _Straight:
             self._derive(number)
         ready = iter(launches or ())
         self._ops = [op for step in program._steps for op in self._ops_of(step, ready)]
+
+    def _layout(self, make: Make) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape and strides of a buffer: those of its one view, if torch is handed that alone, and the view is all of it."""
+        shape, strides = make.shape, make.strides or contiguous(make.shape)
+        views = self._views.get(make.number, set())
+        if len(views) == 1 and make.number not in [number for number, _ in self._program._results]:
+            (view,) = views
+            reach = 1 + sum([(n - 1) * s for n, s in zip(view.shape or (), view.strides, strict=True)])
+            if view.shape is not None and not view.offset and reach == math.prod(shape):
+                views.clear()
+                return view.shape, view.strides
+        return shape, strides
 
     def _add(self, number: int) -> None:
         """A tensor, and its place among the slots."""
@@ -353,7 +368,7 @@ class _Straight:
 
     def _allocation(self, make: Make) -> Callable[..., None]:
         """Make a large buffer, or one of another dtype than the first input's."""
-        shape, strides, by_address = make.shape, make.strides or contiguous(make.shape), self._by_address
+        (shape, strides), by_address = self._layout(make), self._by_address
         options = {} if make.dtype is None else {"dtype": make.dtype}
 
         def allocate(slots: list[Any], tensors: list[Any], _: Any) -> None:
@@ -366,7 +381,8 @@ class _Straight:
     def _call(self, step: Step) -> Callable[..., None]:
         """Call torch, on views of tensors."""
         function, by_address, has_results = step.run, self._by_address, bool(step.results)
-        views = [(self._tensors[view.source], *view[1:]) for view in step.operands]
+        whole = [view for view in step.operands if not self._views[view.source]]
+        views = [(self._tensors[view.source], *(View(0) if view in whole else view)[1:]) for view in step.operands]
         numbers = [(s.index, None) if isinstance(s, Scalar) else (None, s) for s in step.scalars]
         for number in step.results or ():
             self._add(number)
