@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -144,16 +144,11 @@ def _write(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...], out: Tens
     if entry is None:
         made = CACHE.program((*key, *options[1:], *about(given), x.device), lambda: program((x, matrix), options, out))
         made(given, options[:1])
-        CACHE.keep(key, given, made, partial(_run, made), options, operator.name)
+        CACHE.keep(key, given, made, lambda given, options: made(given, options[:1]), options, operator.name)
     else:
         entry(given, options)
     increment_version(out)  # a backward pass that has saved x raises, as after torch's own writes
     return out
-
-
-def _run(made: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> None:
-    """Run a program that returns nothing."""
-    made(given, options[:1])
 
 
 # ---- the launch -----------------------------------------------------------------------------------
