@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compile", type=int, default=0, metavar="N", help="first compile all kernels, in N processes at once")
     drawing = parser.add_argument_group("problems that are drawn")
     drawing.add_argument("--seed", type=int, default=DRAW.seed, help="of the generator")
+    drawing.add_argument("--seeds", type=int, default=DRAW.seeds, metavar="N", help="how many seeds, for benchmarks that take several")
     drawing.add_argument("--count", type=int, default=DRAW.count, help="of problems")
     drawing.add_argument("--dtype", action="append", default=[], help="to draw from; may be repeated")
     drawing.add_argument("--kind", action="append", default=[], help="forward or backward; both without it")
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     fitting = [b.name for b in all_benchmarks().values() if b.device != "cuda" or torch.cuda.is_available()]
     names = options.names or fitting
-    draw = Draw(options.seed, options.count, tuple(options.dtype), tuple(options.kind), options.narrowest)
+    draw = Draw(options.seed, options.count, tuple(options.dtype), tuple(options.kind), options.narrowest, options.seeds)
     wrong = False
     try:
         if options.compile > 0:

@@ -3,6 +3,8 @@
 import benchmarks.adapters.lokr
 import benchmarks.adapters.models
 import benchmarks.distributed.jobs
+import benchmarks.eager.calls
+import benchmarks.eager.row_counts
 import benchmarks.gated.layers
 import benchmarks.gated.llama
 import benchmarks.gaussian_processes.botorch_models

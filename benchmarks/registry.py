@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
+from rich.console import Console
 
 Call = Callable[[], Any]
 """What is timed. It returns a tensor, or a list of them."""
@@ -101,6 +102,7 @@ class Draw(NamedTuple):
         dtypes: to draw from; empty for the benchmark's own.
         kinds: "forward", "backward"; empty for both.
         narrowest: the least width of a factor.
+        seeds: how many seeds, from the first on, of benchmarks that take several.
     """
 
     seed: int = 0
@@ -108,6 +110,7 @@ class Draw(NamedTuple):
     dtypes: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     narrowest: int = 1
+    seeds: int = 1
 
 
 DRAW: Final = Draw()
@@ -119,6 +122,7 @@ class Apart:
 
     error: float
     seconds: Sequence[float]
+    details: Mapping[str, Any] = field(default_factory=dict)  # further entries of the case's JSON
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,7 @@ class Benchmark:
         unit_bytes: from the inputs to the bytes that peak memory is told in multiples of; None where it is not taken.
         apart: times the contenders itself: (parameters, device) to its findings, by contender.
         details: from the inputs, after all, to further entries of the case's JSON.
+        table: prints the results, in place of the usual table or distribution.
         notes: shown and written with the results.
     """
 
@@ -169,6 +174,7 @@ class Benchmark:
     unit_bytes: Callable[[Any], int] | None = None
     apart: Callable[[dict[str, Any], torch.device], Mapping[str, Apart]] | None = None
     details: Callable[[Any], dict[str, Any]] | None = None
+    table: Callable[[dict[str, Any], Console], None] | None = None
     notes: Sequence[str] = field(default_factory=tuple)
 
 

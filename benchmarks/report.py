@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,11 @@ def _show_cases(found: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def show(found: dict[str, Any], console: Console) -> None:
-    """Print the table of the cases, or the distribution of drawn ones; then the ratios and the conditions."""
+def show(found: dict[str, Any], console: Console, table: Callable[[dict[str, Any], Console], None] | None = None) -> None:
+    """Print the table of the cases, or the distribution of drawn ones, the ratios and the conditions; or its own table last."""
     environment, cases = found["environment"], found["cases"]
-    (distribution.show if "distribution" in found else _show_cases)(found, console)
+    if table is None:
+        (distribution.show if "distribution" in found else _show_cases)(found, console)
     for reason in sorted({f"{r['contender']}: {r['status']}, {r['reason']}" for c in cases for r in c["results"] if r["reason"]}):
         console.print(Text(reason, style="yellow"))
     if found["left_out"]:
@@ -108,6 +110,8 @@ def show(found: dict[str, Any], console: Console) -> None:
         f"triton {environment['versions'].get('triton')}; {found['seconds']} s",
         highlight=False,
     )
+    if table is not None:
+        table(found, console)
 
 
 def line(case: dict[str, Any]) -> str:

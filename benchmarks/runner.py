@@ -247,20 +247,20 @@ def _run_case(
     return ordered, benchmark.details(problem) if benchmark.details else {}
 
 
-def _run_apart(benchmark: Benchmark, case: Case, device: torch.device) -> list[Result]:
-    """Results of a benchmark that times its contenders itself."""
+def _run_apart(benchmark: Benchmark, case: Case, device: torch.device) -> tuple[list[Result], dict[str, Any]]:
+    """Results and other facts of a benchmark that times its contenders itself."""
     results = [blank(case, contender, device) for contender in benchmark.contenders]
     try:
         found = benchmark.apart(case.parameters, device)  # type: ignore[misc]
     except FAILURES as error:
         for result in results:
             _failed(result, "error", _said(error))
-        return results
+        return results, {}
     for result in results:
         _judge(result, found[result.contender].error)
         if result.status == "ok":
             result.times = timing.Times.of(found[result.contender].seconds)
-    return results
+    return results, {key: value for apart in found.values() for key, value in apart.details.items()}
 
 
 def recorded_figures(case: Case, device_name: str) -> dict[str, Any]:
@@ -348,14 +348,15 @@ def run(
             "cases": cases,
         }
         found |= {"ratios": ratios.of_measured(found), "recorded_ratios": ratios.of_recorded(found)}
-        return found | {"draw": draw._asdict(), "distribution": distribution.of(found)} if benchmark.draw else found
+        found |= {"draw": draw._asdict()} if benchmark.draw else {}
+        return found | {"distribution": distribution.of(found)} if benchmark.draw and benchmark.table is None else found
 
     with Progress(*columns, console=console, transient=True) as progress, torch.no_grad():
         task = progress.add_task("", total=len(chosen))
 
         def run_case(case: Case) -> tuple[list[Result], dict[str, Any]]:
             if benchmark.apart:
-                return _run_apart(benchmark, case, target), {}
+                return _run_apart(benchmark, case, target)
             return _run_case(benchmark, case, target, budget, lambda text: progress.update(task, description=text))
 
         for case in chosen:
@@ -366,6 +367,6 @@ def run(
                 free(target)
             progress.advance(task)
     found = summary()
-    report.show(found, console)
+    report.show(found, console, benchmark.table)
     report.write(found, out, console)
     return found

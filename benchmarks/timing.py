@@ -18,7 +18,8 @@ from benchmarks.registry import Call
 
 FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
 LEAD = 3e-3  # seconds that the device is kept busy at most while the host prepares a call
-BURST = 20  # calls in a row, where launches are timed too
+BURST = 20  # calls in a row at most, where launches are timed too
+BURST_SECONDS = 0.03  # that they take, about
 SLOW = 50.0  # a contender that takes this many times as long as the first one takes part in few rounds
 SLOW_ROUNDS = 3
 SHORT = 0.01  # seconds; a CPU's caches hold code and operands of another contender, which a shorter call feels
@@ -92,33 +93,36 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class _BurstTimer:
+    """Seconds of one call of many in a row: as many as take about `BURST_SECONDS`, at most `BURST`."""
+
+    def __init__(self, device: torch.device, waits: bool) -> None:
+        """For calls on a device; waits: for the end of the last one."""
+        self._device, self._waits = device, waits
+        self._counts: weakref.WeakKeyDictionary[Call, int] = weakref.WeakKeyDictionary()
+
+    def __call__(self, call: Call) -> float:
+        count = self._counts.get(call, 1)
+        _wait(self._device)
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        if self._waits:
+            _wait(self._device)
+        taken = (time.perf_counter() - start) / count
+        _wait(self._device)
+        self._counts[call] = max(1, min(BURST, int(BURST_SECONDS / taken)))
+        return taken
+
+
 def eager_timer(device: torch.device) -> Timer:
     """Seconds of one call of many in a row, to the end of the last: the host's or the device's, whichever takes longer."""
-
-    def timer(call: Call) -> float:
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(BURST):
-            call()
-        _wait(device)
-        return (time.perf_counter() - start) / BURST
-
-    return timer
+    return _BurstTimer(device, waits=True)
 
 
 def host_timer(device: torch.device) -> Timer:
     """Seconds until a call returns, of many in a row that the device has not finished: checks, dispatch and launches."""
-
-    def timer(call: Call) -> float:
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(BURST):
-            call()
-        taken = time.perf_counter() - start
-        _wait(device)
-        return taken / BURST
-
-    return timer
+    return _BurstTimer(device, waits=False)
 
 
 def measure(

@@ -7,27 +7,35 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from fastkron_py.runtime import call_cache, operator, torch_internals
 
 
 class CacheSpy:
-    """Counts entries that are called, and backward passes that run a program of an earlier one, by the names of their operators."""
+    """Counts entries that are found, and backward passes that run a program of an earlier one, by the names of their operators."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.served: Counter[str] = Counter()
-        call = call_cache.Entry.__call__
+        find, look_up = call_cache.CallCache.find, operator.Operator.entry
 
-        def counted(entry: call_cache.Entry, given: Sequence[Tensor], options: tuple[Any, ...] | None = None) -> Any:
-            self.served[entry.operator] += 1
-            return call(entry, given, options)
+        def counted(cache: call_cache.CallCache, key: Hashable, tensors: Sequence[Any]) -> call_cache.Entry | None:
+            entry = find(cache, key, tensors)
+            if entry is not None:
+                self.served[entry.operator] += 1
+            return entry
 
-        monkeypatch.setattr(call_cache.Entry, "__call__", counted)
+        def uncounted(*arguments: Any) -> call_cache.Entry | None:  # looks an entry up, but makes no call
+            before = self.served.copy()
+            entry = look_up(*arguments)
+            self.served = before
+            return entry
+
+        monkeypatch.setattr(call_cache.CallCache, "find", counted)
+        monkeypatch.setattr(operator.Operator, "entry", uncounted)
         reverse = operator.Differentiable.reverse
 
         def counted_reverse(call: operator.Differentiable, *arguments: Any) -> Any:

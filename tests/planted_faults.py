@@ -76,7 +76,7 @@ FAULTS = [
     Fault(CALLS, "full = (key, settings())", "full = key", CACHED),
     Fault(CALLS, "(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0)", "(t.shape, t.dtype, t.data_ptr() & 15 == 0)", CACHED),
     Fault(CALLS, "if entries is None or _is_watching() or", "if entries is None or", CACHED),
-    Fault(CALLS, "check(*tensors)\n", "True\n", CACHED),
+    Fault(CALLS, "if check(*tensors) and (", "if True and (", CACHED),
     Fault(
         "fastkron_py/runtime/operator.py", "given[index] = (options[index] == 1.0) - (options[index] == 0.0)", "given[index] = 0", CACHED
     ),
@@ -84,7 +84,7 @@ FAULTS = [
     Fault(
         "fastkron_py/runtime/program.py", "if order_of(given[second].data_ptr()", "if False and order_of(given[second].data_ptr()", CACHED
     ),
-    Fault("fastkron_py/runtime/program.py", "step.drops:\n                del held", "step.drops[:0]:\n                del held", CACHED),
+    Fault("fastkron_py/runtime/program.py", "in step.drops if number", "in step.drops[:0] if number", CACHED),
     Fault("fastkron_py/rational/api.py", 'call_key("rational", x, version,', 'call_key("rational", x, "B",', VERBS),
     Fault("fastkron_py/gated/api.py", '"gated", activation, layout, backward,', '"gated", "silu", layout, backward,', VERBS),
     Fault("fastkron_py/kan/api.py", '"poly_kan", basis, normalization, evaluation,', '"poly_kan", basis, normalization, "",', VERBS),

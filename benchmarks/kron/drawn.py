@@ -131,15 +131,16 @@ def _tolerance(parameters: dict[str, Any]) -> float:
     return TOLERANCES[dtype] * (least if dtype in HALF else max(least, math.sqrt(terms / LONG_SUM)))
 
 
-def _case(parameters: dict[str, Any], number: int) -> Case:
+def case_of(parameters: dict[str, Any], name: str, quick: bool = False) -> Case:
+    """The row of a problem."""
     m, ps, qs, dtype, kind = (parameters[name] for name in ("M", "P", "Q", "dtype", "kind"))
     return Case(
-        label=f"{number}: {label(m, ps, qs)} {dtype} {kind}{' left' if parameters['left'] else ''}",
+        label=f"{name}: {label(m, ps, qs)} {dtype} {kind}{' left' if parameters['left'] else ''}",
         parameters=parameters,
         dtype=dtype,
         tolerance=_tolerance(parameters),
         flops=PASSES[kind] * flops(m, ps, qs),
-        quick=number < QUICK,
+        quick=quick,
     )
 
 
@@ -162,7 +163,7 @@ def cases(draw: Draw, device: torch.device) -> list[Case]:
     """
     check_draw(draw)
     generator = random.Random(draw.seed)
-    return [_case(_parameters(generator, draw, LIMITS[device.type]), i) for i in range(draw.count)]
+    return [case_of(_parameters(generator, draw, LIMITS[device.type]), str(i), i < QUICK) for i in range(draw.count)]
 
 
 @dataclass(frozen=True)

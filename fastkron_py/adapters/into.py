@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ def write(given: Operands, scale: float, precision: str | None, out: Tensor, key
     made(tensors, options[:2])
     increment_version(out)  # a backward pass that has saved base raises, as after torch's own writes
     if is_base and key is not None:
-        CACHE.keep(key, tensors, made, _in_place, options, "lokr_linear")
+        CACHE.keep(key, tensors, made, partial(_in_place, made), options, "lokr_linear")
 
 
 def _in_place(made: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Tensor:

@@ -16,7 +16,7 @@ from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar
-from fastkron_py.runtime.eager import TENSOR_TYPES
+from fastkron_py.runtime.eager import TENSOR_TYPES, takes_fast_path, wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name
 from fastkron_py.runtime.precision import autocast_dtype, cast
 
@@ -159,16 +159,16 @@ def gekmm(fs: Sequence[ArrayT | int], x: ArrayT, alpha: Scalar = 1.0, beta: Scal
 
 def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]) -> Any:
     key = None if torch.compiler.is_compiling() else _key(factors, alpha, beta, z, precision, left)
-    if key is not None and type(x) in TENSOR_TYPES and x.ndim == 1 and not x.is_nested:
-        given = (x.unsqueeze(-1 if left else 0), *factors)
-        entry = CACHE.find(key, given) if z is None else None
-        if entry is not None:
-            return entry(given, (alpha, beta, *entry.options[2:])).squeeze(-1 if left else -2)
-    elif key is not None:
+    if key is not None:
         given = (x, *factors) if z is None else (x, *factors, z)
         entry = CACHE.find(key, given)
         if entry is not None:
-            return entry(given, (alpha, beta, *entry.options[2:]))
+            return entry.call(given, (alpha, beta, *entry.options[2:]))
+        if z is None and type(x) in TENSOR_TYPES and not x.is_nested and x.ndim == 1:  # kept as a matrix
+            given = (x.unsqueeze(-1 if left else 0), *factors)
+            entry = CACHE.find(key, given)
+            if entry is not None:
+                return entry.call(given, (alpha, beta, *entry.options[2:])).squeeze(-1 if left else -2)
     if not isinstance(x, Tensor):
         return _on_arrays(x, factors, alpha, beta, z, precision, left, names)
     return _multiply(x, factors_and_identities(factors, names[1]), alpha, beta, z, precision, left, names, key)
@@ -225,7 +225,7 @@ def _multiply(
     shape = check_problem(x, factors, beta, z, left, names)
     if z is not None and not isinstance(beta, Tensor) and beta == 0:
         z = key = None  # the key is of all tensors that were given
-    if x.ndim == 1:
+    if x.ndim == 1 and (key is None or z is not None or not _has_vector_program((x, *factors))):
         x = x.unsqueeze(-1 if left else 0)
         if z is not None:
             z, key = z.expand(shape).unsqueeze(-1 if left else -2), None
@@ -235,6 +235,11 @@ def _multiply(
         y = alpha * _product(x, factors, PLAIN, precision, left, None)
         y = y if z is None else y + beta * z
     return y if y.shape == shape else y.reshape(shape)  # a reshaped result is a view, even of the same shape
+
+
+def _has_vector_program(given: tuple[Any, ...]) -> bool:
+    """Whether a vector may stay one: programs take it as it is, but the operator's derivatives, transforms and identities do not."""
+    return all([type(t) in TENSOR_TYPES for t in given]) and takes_fast_path(given) and not wants_gradient(given)
 
 
 def _product(x: Tensor, factors: list[Any], epilogue: Epilogue, precision: str | None, left: bool, key: Hashable) -> Tensor:

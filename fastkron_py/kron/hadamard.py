@@ -22,7 +22,7 @@ from fastkron_py.runtime.backend import choose_backend, is_interpreting, request
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.checks import HALF_DTYPES, can_write, check_out, check_scalar, check_tensor, is_same
-from fastkron_py.runtime.eager import constants
+from fastkron_py.runtime.eager import constants, takes_fast_path
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.operator import GradientCall, Operator, Saved
 from fastkron_py.runtime.precision import autocast_dtype
@@ -65,6 +65,12 @@ def hadamard(x: ArrayT, *, scale: Scale = 1.0, precision: str | None = None, out
         >>> torch.allclose(y.square().sum(1), x.square().sum(1), rtol=1e-4)
         True
     """
+    key = None
+    if out is None and type(scale) is float and not torch.compiler.is_compiling():
+        key = "hadamard", scale, precision
+        entry = CACHE.find(key, (x,))
+        if entry is not None:
+            return cast("ArrayT", entry.call((x,), entry.options))
     if not isinstance(x, Tensor):
         bridge = find_bridge([x], ["x"])
         if isinstance(scale, Tensor):
@@ -81,29 +87,36 @@ def hadamard(x: ArrayT, *, scale: Scale = 1.0, precision: str | None = None, out
     scale = check_scalar("scale", scale, x)
     if out is not None:
         check_out(out, t.shape, t, [t, scale if isinstance(scale, Tensor) else None])
-    y = _transformed(t, scale, precision, cast("Tensor | None", out))
+    function = _transform(t, scale, precision, cast("Tensor | None", out))
+    y = function(t)
+    if key is not None and dtype is None and takes_fast_path((x,)):
+        CACHE.keep(key, (x,), None, lambda given, _: function(*given), (), operator.name)
     return cast("ArrayT", y if out is None or y is out else cast("Tensor", out).copy_(y))
 
 
-def _transformed(x: Tensor, scale: Any, precision: str | None, out: Tensor | None) -> Tensor:
-    """By additions where a kernel has them, to out if it can be written; else by the factors."""
-    n = index(x.shape[-1])  # a graph that is compiled or traced is one of this length
+def _transform(x: Tensor, scale: Any, precision: str | None, out: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The transform of tensors like x: by additions where a kernel has them, to out if it can be written; else by the factors."""
+    n, shape = index(x.shape[-1]), x.shape  # a graph that is compiled or traced is one of this length
     backend = "" if torch.compiler.is_compiling() else requested_backend()
     m, bits = split(n)
     adds = not isinstance(scale, Tensor)
     if adds and has_additions(m, bits, x.dtype, x.device, backend):
         (matrix,) = _constants(padded_matrix, (m,), x.device)
+        options = scale, m, bits, backend
         if out is not None and x.numel() and can_write([x], out, True):
-            return _write(x, matrix, (scale, m, bits, backend), out)
-        return _added(x, matrix, (scale, m, bits, backend))
+            return lambda x: _write(x, matrix, options, out)
+        return lambda x: _added(x, matrix, options)
     if adds and x.dtype == torch.float64 and bits >= _LEAST_ALONE and has_additions(1, bits, x.dtype, x.device, backend):
-        parts = kron_matmul(x.reshape(-1, n), [*_constants(matrices, ((m,), x.dtype), x.device), 1 << bits])
-        y: Tensor = operator(parts.view(*x.shape[:-1], m, 1 << bits), None, scale, 1, bits, backend)
-        return y.view(x.shape)
+        parts = [*_constants(matrices, ((m,), x.dtype), x.device), 1 << bits]
+
+        def by_parts(x: Tensor) -> Tensor:
+            y: Tensor = operator(kron_matmul(x.reshape(-1, n), parts).view(*shape[:-1], m, 1 << bits), None, scale, 1, bits, backend)
+            return y.view(shape)
+
+        return by_parts
     sizes = factor_sizes(n)
-    factors = _constants(matrices, (sizes, x.dtype), x.device)
-    y = kron_matmul(x.reshape(-1, n), factors, alpha=scale * shrunk(sizes, x.dtype), precision=precision)
-    return y.view(x.shape)
+    factors, alpha = _constants(matrices, (sizes, x.dtype), x.device), scale * shrunk(sizes, x.dtype)
+    return lambda x: kron_matmul(x.reshape(-1, n), factors, alpha=alpha, precision=precision).view(shape)
 
 
 def _constants(make: Callable[..., Sequence[Any]], arguments: tuple[Any, ...], device: torch.device) -> Sequence[Any]:
@@ -131,16 +144,11 @@ def _write(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...], out: Tens
     if entry is None:
         made = CACHE.program((*key, *options[1:], *about(given), x.device), lambda: program((x, matrix), options, out))
         made(given, options[:1])
-        CACHE.keep(key, given, made, _run, options, operator.name)
+        CACHE.keep(key, given, made, lambda given, options: made(given, options[:1]), options, operator.name)
     else:
         entry(given, options)
     increment_version(out)  # a backward pass that has saved x raises, as after torch's own writes
     return out
-
-
-def _run(made: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> None:
-    """Run a program that returns nothing."""
-    made(given, options[:1])
 
 
 # ---- the launch -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from fastkron_py.kron.problem import LaunchProblem, in_words, parts_of
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.runtime.precision import has_precisions, torch_products
+from fastkron_py.runtime.precision import has_precisions, to_be_set, torch_products
 from fastkron_py.runtime.program import Scalar
 from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
 from fastkron_py.tiling.products import arithmetic, sum_launcher
@@ -74,13 +74,13 @@ def add_products(
 
 
 def _add_product(
-    build: Builder, tensors: tuple[Tensor, Tensor, Tensor], z: Tensor | None, scale: Scale, is_conj: bool, precision: str
+    build: Builder, tensors: tuple[Tensor, Tensor, Tensor], z: Tensor | None, scale: Scale, is_conj: bool, precision: str | None
 ) -> None:
     """Add the product of a mode's x and its factor, into out, the third of these tensors."""
     x, factor, out = tensors
     alpha = scale.alpha if isinstance(scale.alpha, Scalar) else 1.0
     beta = scale.beta if isinstance(scale.beta, Scalar) else 0.0
-    is_first = x.shape[3] == 1  # x, of the product's operands
+    is_first, precision = x.shape[3] == 1, to_be_set(precision, build.device)  # whether x is the product's first operand
 
     def run(a: Tensor, b: Tensor, out: Tensor, *rest: Any) -> None:
         *given, alpha, beta = rest
@@ -166,9 +166,11 @@ def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algo
             padded: Tensor = df if is_whole else build.call(_without_padding, (df[:p, :q],), describe((p, q), dtype))
             return padded.view(groups, p, q)
 
+    to_set = to_be_set(precision, build.device)
+
     def run(a: Tensor, b: Tensor, alpha: float) -> Tensor:
         a = a.conj() if a.is_complex() else a
-        with torch_products(a, precision):
+        with torch_products(a, to_set):
             if a.ndim < 4 and dtype == a.dtype:
                 return scaled_product(a, b, alpha)[..., :p, :q].contiguous()
             df = summed_products(a, b, dtype) if a.ndim == 4 else wide_product(a, b, dtype)

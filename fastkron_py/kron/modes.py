@@ -8,7 +8,7 @@ which the other factors are multiplied where they stand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -20,9 +20,11 @@ from fastkron_py.kron.checks import Factor, is_identity, result_shape, shape_of
 from fastkron_py.kron.matmul import PLAIN, Epilogue
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import HALF_DTYPES, check_precision, check_tensor
+from fastkron_py.runtime.eager import takes_fast_path
 from fastkron_py.runtime.errors import type_error, type_name, value_error
-from fastkron_py.runtime.precision import autocasted
+from fastkron_py.runtime.precision import autocast_dtype, autocasted
 
 if TYPE_CHECKING:
     from fastkron_py.kron.api import ArrayT
@@ -58,34 +60,60 @@ def mode_matmul(x: ArrayT, factors: Mapping[int, ArrayT], *, precision: str | No
         >>> mode_matmul(image, {-2: rows, -1: columns}).shape
         torch.Size([3, 32, 24])
     """
+    key: Hashable = None
+    if type(factors) is dict and factors and not torch.compiler.is_compiling():
+        given, key = (x, *factors.values()), ("mode_matmul", precision, *factors, *map(type, factors))  # 1.0 is no dimension, and equals 1
+        entry = CACHE.find(key, given)
+        if entry is not None:
+            return entry.call(given, entry.options)  # type: ignore[no-any-return]
     check_precision(precision)
     if not isinstance(factors, Mapping):
         raise type_error("factors", "a mapping of dimensions to matrices", type_name(factors))
     keys, matrices = list(factors), list(factors.values())
     names = [f"factors[{key!r}]" for key in keys]
     if isinstance(x, Tensor):
-        return _multiply(x, keys, matrices, precision)  # type: ignore[return-value]
+        return _multiply(x, keys, matrices, precision, key)  # type: ignore[return-value]
     bridge = find_bridge([x, *matrices], ["x", *names])
     with bridge.context():
         loaded = [bridge.load(f, name) for f, name in zip(matrices, names, strict=True)]
         return bridge.give_back(_multiply(bridge.load(x, "x"), keys, loaded, precision))  # type: ignore[no-any-return]
 
 
-def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | None) -> Tensor:
+def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | None, key: Hashable = None) -> Tensor:
+    """The product of tensors, kept by this key if there is one and it is one run of a tensor in its own order."""
     check_tensor("x", x, x, "x")
     if not keys:
         return x
+    key = None if autocast_dtype(x) is not None else key  # which does not tell autocast's dtype
     x, matrices, _ = autocasted(x, matrices, None)
     of = {_dimension(key, x, keys): matrix for key, matrix in zip(keys, matrices, strict=True)}
     if len(of) < len(keys):
         raise value_error("factors", "each dimension once", f"dimensions {keys} of an x with {x.ndim} dimensions")
-    for key, dim, matrix in zip(keys, of, matrices, strict=True):
-        check_tensor(f"factors[{key}]", matrix, x, "x")
+    for named, dim, matrix in zip(keys, of, matrices, strict=True):
+        check_tensor(f"factors[{named}]", matrix, x, "x")
         if matrix.ndim != _MATRIX or matrix.shape[0] != x.shape[dim]:
-            raise value_error(f"factors[{key}]", f"a matrix of {x.shape[dim]} rows, x's size there", f"shape {tuple(matrix.shape)}")
+            raise value_error(f"factors[{named}]", f"a matrix of {x.shape[dim]} rows, x's size there", f"shape {tuple(matrix.shape)}")
     order = _memory_order(x)
-    y = multiply_runs(x.permute(order), [[of[dim]] if dim in of else [] for dim in order], 0, precision)
-    return y.permute([order.index(dim) for dim in range(x.ndim)])
+    runs = _runs([[of[dim]] if dim in of else [] for dim in order], 0)
+    y = _multiply_runs(x.permute(order), runs, 0, precision, PLAIN).permute([order.index(dim) for dim in range(x.ndim)])
+    if key is not None and len(runs) == 1 and x.is_contiguous() and list(of) == sorted(of) and takes_fast_path((x, *matrices)):
+        _keep(key, (x, *matrices), runs[0], precision)
+    return y
+
+
+def _keep(key: Hashable, given: tuple[Tensor, ...], run: Run, precision: str | None) -> None:
+    """Keep a call by its key: its tensors go to the operator's own call, which was kept before."""
+    _, (packed, _, shape), left = _contraction(given[0].shape, run, 0)
+
+    def operands(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return given[0].reshape(packed), *_on_side(given[1:], left)
+
+    entry = operator.kron_matmul.entry((*operands(given), None), (1.0, 0.0, precision, requested_backend(), left))
+    if entry is not None:
+        inner = entry.call
+        CACHE.keep(
+            key, given, entry.program, lambda given, options: inner(operands(given), options).reshape(shape), entry.options, entry.operator
+        )
 
 
 def _dimension(key: Any, x: Tensor, keys: list[Any]) -> int:
@@ -269,10 +297,14 @@ def multiply_runs(x: Tensor, of: Sequence[Sequence[Tensor]], batch: int, precisi
     Returns:
         ``[*batch, *dims]`` with each dim's ``prod(P_i)`` replaced by ``prod(Q_i)``, contiguous.
     """
-    runs = _by_growth(_runs(of, batch))
-    for run in runs[:-1]:
+    return _multiply_runs(x, _runs(of, batch), batch, precision, epilogue)
+
+
+def _multiply_runs(x: Tensor, runs: Sequence[Run], batch: int, precision: str | None, epilogue: Epilogue) -> Tensor:
+    *others, last = _by_growth(runs)
+    for run in others:
         x = _contract(x, run, batch, precision, PLAIN)
-    return _contract(x, runs[-1], batch, precision, epilogue)
+    return _contract(x, last, batch, precision, epilogue)
 
 
 def _runs(of: Sequence[Sequence[Tensor]], batch: int) -> list[Run]:
@@ -294,22 +326,34 @@ def _by_growth(runs: Sequence[Run]) -> list[Run]:
     return ordered
 
 
+def _contraction(shape: Sequence[int], run: Run, batch: int) -> tuple[int, tuple[list[int], list[int], list[int]], bool]:
+    """One run of an operand of this shape as a product of matrices.
+
+    Returns:
+        The number of batch dimensions that stay; behind these, the shapes of the operand's matrices, of the result's, and of the result;
+        whether the run is multiplied from the left: it is not last.
+    """
+    own = batch if run.is_batched else 0  # for factors without batches, those of x are rows
+    rows, after, sizes = shape[own : run.start], shape[run.stop :], [f.shape[-1] for f in run.factors]
+    height, width = math.prod(rows), math.prod(after)
+    left, outer = width != 1, math.prod(sizes)
+    before, behind = [] if left and not own and height == 1 else [height], [width] if left else []
+    modes = [outer] if run.stop - run.start == 1 else sizes
+    packed = [*before, math.prod(shape[run.start : run.stop]), *behind]
+    return own, (packed, [*before, outer, *behind], [*rows, *modes, *after]), left
+
+
+def _on_side(factors: Sequence[Tensor], left: bool) -> Sequence[Tensor]:
+    """The factors as they multiply from the left, or as they are."""
+    return [f.mT.unsqueeze(-3) if f.ndim > _MATRIX else f.mT for f in factors] if left else factors
+
+
 def _contract(x: Tensor, run: Run, batch: int, precision: str | None, epilogue: Epilogue) -> Tensor:
     """Multiply one run: from the right where it is last, else from the left, with the dimensions before it as rows."""
-    own = batch if run.is_batched else 0  # for factors without batches, those of x are rows
-    rows, after = x.shape[own : run.start], x.shape[run.stop :]
-    modes = [math.prod([f.shape[-1] for f in run.factors])] if run.stop - run.start == 1 else [f.shape[-1] for f in run.factors]
-    height, width = math.prod(rows), math.prod(after)
-    left = width != 1
-    lone = left and not own and height == 1  # a matrix
-    inner, outer = math.prod(x.shape[run.start : run.stop]), math.prod(modes)
-
-    def packed(t: Tensor, size: int) -> Tensor:
-        return t.reshape((size, width) if lone else (*t.shape[:own], height, size, *([width] if left else [])))
-
-    factors = [f.mT.unsqueeze(-3) if f.ndim > _MATRIX else f.mT for f in run.factors] if left else run.factors
-    z = None if epilogue.z is None else packed(epilogue.z, outer)
+    own, (packed, packed_result, shape), left = _contraction(x.shape, run, batch)
+    x, (alpha, beta, z) = x.reshape(*x.shape[:own], *packed), epilogue
+    z = None if z is None else z.reshape(*z.shape[:own], *packed_result)
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
-    y: Tensor = operator.kron_matmul(packed(x, inner), factors, z, epilogue.alpha, epilogue.beta, precision, backend, left)
-    return y.reshape(*y.shape[:own], *rows, *modes, *after)
+    y: Tensor = operator.kron_matmul(x, _on_side(run.factors, left), z, alpha, beta, precision, backend, left)
+    return y.reshape(*y.shape[:own], *shape)

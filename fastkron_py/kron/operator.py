@@ -30,13 +30,15 @@ from fastkron_py.runtime.program import Program
 
 
 def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = False) -> Program:
-    """The program of `fastkron::kron_matmul`: x, the factors and z; alpha, beta, precision, backend and left.
+    """The program of `fastkron::kron_matmul`: x, which may be a vector here, the factors and z; alpha, beta, precision, backend and left.
 
     With saves, for a gradient, it returns an intermediate too, if one is saved for the backward pass.
     """
     alpha, beta, precision, backend, left = options
     build = Builder(tensors)
     x, *factors, z = build.inputs
+    is_vector = x.ndim == 1
+    x = x.unsqueeze(-1 if left else 0) if is_vector else x
     backend, z = backend_of(backend, tensors[0]), None if beta == 0 else z
     operands = [cast(build, f, x.dtype) for f in factors] if backend == "triton" else factors
     call = Multiply(operands, backend, precision, left, scale_of(alpha, z is not None))
@@ -48,6 +50,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = Fals
     is_plain = backend == "torch" and precision is None and (z is not None or tensors[-1] is None)
     may_differentiate = is_plain and x.numel() and y.numel() and all([f.dtype == x.dtype for f in factors])
     differentiable = small_product(build, x, factors, precision, left, backward=True) if may_differentiate else None
+    shape = (*shape[:-2], shape[-2 if left else -1]) if is_vector else shape
     return build.program([y], [shape], differentiable=differentiable)
 
 

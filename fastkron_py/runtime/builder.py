@@ -15,7 +15,7 @@ from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.program import Descriptor, Make, Places, Pool, Program, Result, Shift, Step, View, order_of, template_of
 
 _ALIGNMENT: Final = 512  # of a buffer in the pool, as torch's own allocations on a GPU
-_SMALL: Final = 1 << 20  # bytes of a buffer that may be in the pool, however small the inputs are
+_SMALL: Final = 1 << 20  # bytes of a buffer that may live as long as all steps take, however small the inputs are
 
 
 class Spanning(NamedTuple):
@@ -201,9 +201,9 @@ class Builder:
         offsets, nbytes = _places([(v.tensor.nbytes, (v.steps[0], v.steps[-1])) for v in pooled])
         parts = [(v.number, at, tuple(v.tensor.shape), v.tensor.dtype) for v, at in zip(pooled, offsets, strict=True)]
         places = Places(tuple(self._alignments.items()), tuple(self._orders.items()))
-        count = next(self._numbers)
         found = [Result(v.number, v.result if v.is_called and v.result != v.tensor.shape else None) for v in returned]
-        made = Program(self._steps, count, len(self._addresses), Pool(nbytes, tuple(parts)), found, places, self.device)
+        inputs = [t for t in self.inputs if t is not None]
+        made = Program(self._steps, inputs, Pool(nbytes, tuple(parts)), found, places, self.device, min(self._shared, _SMALL))
         made.differentiable, made.saved = differentiable, saved
         return made
 

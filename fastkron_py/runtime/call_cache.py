@@ -44,22 +44,24 @@ class Entry(NamedTuple):
     Attributes:
         check: whether other tensors are like the call's.
         enabled: whether gradients were recorded; None where that makes no difference.
-        program: that the call ran.
-        call: from (program, present tensors, options) to the operator's result.
+        takes: whether tensors lie in memory as the call's did; None where that makes no difference.
+        program: that the call ran, if it was one.
+        call: from (present tensors, options) to the operator's result.
         options: of the operator.
         operator: its name.
     """
 
     check: Callable[..., bool]
     enabled: bool | None
-    program: Program
+    takes: Callable[[Sequence[Tensor]], bool] | None
+    program: Program | None
     call: Callable[..., Any]
     options: tuple[Any, ...]
     operator: str
 
     def __call__(self, given: Sequence[Tensor], options: tuple[Any, ...] | None = None) -> Any:
         """The operator's result on tensors that the entry was found for; options where they differ in a scalar."""
-        return self.call(self.program, given, self.options if options is None else options)
+        return self.call(given, self.options if options is None else options)
 
 
 def about(tensors: Sequence[Tensor | None]) -> list[Hashable]:
@@ -92,12 +94,8 @@ class CallCache:
         if entries is None or _is_watching() or is_logged():
             return None
         for entry in entries:
-            check, enabled, program, *_ = entry
-            if (
-                check(*tensors)
-                and (enabled is None or enabled == _is_grad_enabled())
-                and (not program.has_places or program.takes(tensors))
-            ):
+            check, enabled, takes, _, _, _, _ = entry
+            if check(*tensors) and (enabled is None or enabled == _is_grad_enabled()) and (takes is None or takes(tensors)):
                 if len(self._calls) > MOST_KEYS // 2:  # else none goes soon, and each touch hashes the key again
                     _touch(self._calls, full)
                 return entry
@@ -107,7 +105,7 @@ class CallCache:
         self,
         key: Hashable,
         tensors: Sequence[Tensor],
-        program: Program,
+        program: Program | None,
         call: Callable[..., Any],
         options: tuple[Any, ...],
         operator: str,
@@ -117,8 +115,8 @@ class CallCache:
         Args:
             key: of the call.
             tensors: of the call, those that there are.
-            program: that it ran.
-            call: from (program, tensors, options) to its result.
+            program: that it ran; None for a call that leaves the tensors' places to others.
+            call: from (tensors, options) to its result.
             options: of the operator.
             operator: its name.
         """
@@ -126,7 +124,8 @@ class CallCache:
             return
         # Guards know which tensors require a gradient, but not whether gradients are recorded.
         enabled = torch.is_grad_enabled() if any([t.requires_grad for t in tensors]) else None
-        entry = Entry(torch_internals.guard(tensors), enabled, program, call, options, operator)
+        takes = program.takes if program is not None and program.has_places else None
+        entry = Entry(torch_internals.guard(tensors), enabled, takes, program, call, options, operator)
         full = (key, len(tensors), tensors[0].shape, settings())
         entries = self._calls.setdefault(full, [])
         entries.append(entry)

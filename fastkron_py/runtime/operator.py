@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.batching import batchable, batchable_one_by_one, take
-from fastkron_py.runtime.call_cache import CACHE, about, is_logged, settings
+from fastkron_py.runtime.call_cache import CACHE, Entry, about, is_logged, settings
 from fastkron_py.runtime.eager import is_functionalizing, takes_fast_path, transforms_active, wants_gradient, without_autocast
-from fastkron_py.runtime.program import Program
+from fastkron_py.runtime.program import Program, picker
 
 NAMESPACE: Final = "fastkron"  # hub/build.py writes another one here
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -225,7 +226,7 @@ class Operator:
             key = self._key(tensors, options)
             entry = CACHE.find(key, given)
             if entry is not None:
-                return entry(given, options)
+                return entry.call(given, options)
         if transforms_active():
             if self._in_torch is not None:
                 return self._in_torch(tensors, options)
@@ -236,21 +237,19 @@ class Operator:
             return self._shown(self.registered(*arguments))
         program = self._program(tensors, options, self._saving is not None and wants_gradient(tensors))
         call = self._call_of(program, tensors)
-        found = call(program, given, options)
+        found = call(given, options)
         CACHE.keep(key, given, program, call, options, self.name)
         return found
 
     def _call_of(self, program: Program, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
         """The function that runs a program on tensors like these; where a gradient is wanted, autograd's rule or the program's own."""
-        if not wants_gradient(tensors):
-            return self._run
-        return self._by_autograd if program.differentiable is not None else Differentiable(self, tensors, program.saved)
-
-    def _run(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
-        """The results of a program, without gradients."""
+        if wants_gradient(tensors):
+            return partial(self._by_autograd, program) if program.differentiable is not None else Differentiable(self, tensors, program)
         if not self._is_single:
-            return self._shown(self._results(program, given, options))
-        return program(given, self._numbers(options) if program.has_scalars else ())[0]
+            return lambda given, options: self._shown(self._results(program, given, options))
+        if program.has_scalars:
+            return lambda given, options: program(given, self._numbers(options))[0]
+        return lambda given, options: program(given)[0]
 
     def _by_autograd(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
         """The result of a program whose operations autograd records."""
@@ -258,6 +257,10 @@ class Operator:
             return program.differentiable(*given, *self._numbers(options))  # type: ignore[misc]
 
     # ---- programs --------------------------------------------------------------------------------
+
+    def entry(self, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> Entry | None:
+        """The call of the cache that serves these arguments, if there is one."""
+        return CACHE.find(self._key(tensors, options), _present(tensors))
 
     def _key(self, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> Hashable:
         """The key of a program, without its tensors' properties."""
@@ -296,12 +299,11 @@ class Operator:
 
     # ---- the rules, for the operator and for its function ------------------------------------------
 
-    def _saved(self, ctx: Any, needs: tuple[bool, ...], found: tuple[Any, ...]) -> Saved:
-        """The values that were saved; found: the saved tensors."""
-        call, kept = ctx.call, ctx.call.kept
-        if not kept:
-            return Saved(found, (), call.shapes, ctx.options, needs, ctx.alone)
-        return Saved(found[:-kept], found[-kept:], call.shapes, ctx.options, needs, ctx.alone)
+    def _saved(self, ctx: Any, needs: Sequence[bool], found: tuple[Any, ...]) -> Saved:
+        """The values that were saved; needs: of the tensors that there are; found: the saved tensors."""
+        call = ctx.call
+        read, kept = found[: len(call.read)], found[len(call.read) :]
+        return Saved(call.spread(read, call.read), kept, call.shapes, ctx.options, call.spread(needs, call.present, False), call.alone)
 
     def _run_gradient_call(self, saved: Saved, *cotangents: Tensor) -> Sequence[Tensor | None]:
         call = self._gradient_call(saved, *cotangents)  # type: ignore[misc]
@@ -309,22 +311,22 @@ class Operator:
             raise RuntimeError(f"{self.name}: expected a backward rule beside a gradient call that may be None")
         return call.run(cotangents[0])
 
-    def _reverse(self, ctx: Any, needs: tuple[bool, ...], found: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Sequence[Tensor | None]:
-        """The gradients by the backward rule; found: the saved tensors."""
+    def _reverse(self, ctx: Any, needs: Sequence[bool], found: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Sequence[Tensor | None]:
+        """The gradients of all tensors by the backward rule; arguments as in `_saved`."""
         if not any(needs) or self._backward is None:
-            return [None] * len(needs)
+            return [None] * ctx.call.count
         return self._backward(self._saved(ctx, needs, found), *cotangents[: len(cotangents) - ctx.call.kept])
 
     def _setup_operator(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, options = self._schema.split(inputs)
-        ctx.count = len(tensors)
-        Differentiable(self, tensors).save(ctx, tensors, options, output, alone=False)
+        Differentiable(self, tensors, alone=False).save(ctx, _present(tensors), options, output)
 
     def _backward_of_operator(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         if self._schema.returns == "Tensor[]":
             (cotangents,) = cotangents
-        needs = self._schema.broadcast(ctx.needs_input_grad, ctx.count)
-        return *self._schema.listed(self._reverse(ctx, needs, ctx.saved_tensors, tuple(cotangents))), *[None] * self._schema.options
+        needs = self._schema.broadcast(ctx.needs_input_grad, ctx.call.count)
+        found = self._reverse(ctx, [needs[i] for i in ctx.call.present], ctx.saved_tensors, tuple(cotangents))
+        return *self._schema.listed(found), *[None] * self._schema.options
 
     def _vmap_of_operator(self, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         tensors, options = self._schema.split(arguments)
@@ -332,7 +334,7 @@ class Operator:
 
 
 def asked_for(ctx: Any, needs: Sequence[bool]) -> tuple[bool, ...]:
-    """needs_input_grad of the tensors, without those that this backward pass does nothing with.
+    """needs_input_grad of the tensors that there are, without those that this backward pass does nothing with.
 
     ``torch.autograd.grad(y, x, create_graph=True)`` needs no gradient of a layer's parameters, which torch's flags do not say. Where
     no graph is kept, all that is needed is taken to be asked for: that is a whole backward pass, whose program is kept.
@@ -344,16 +346,14 @@ def asked_for(ctx: Any, needs: Sequence[bool]) -> tuple[bool, ...]:
     following = getattr(ctx, "next_functions", None)
     if following is None or torch.compiler.is_compiling() or not torch_internals.works(_NODES):
         return tuple(needs)
-    absent, nodes = ctx.call.absent, iter(following)  # autograd counts no tensor that is None; a checkpoint lets saved ones be read once
 
-    def is_asked(index: int) -> bool:
-        node = None if index in absent else next(nodes)[0]
+    def is_asked(node: Any) -> bool:
         try:
             return node is None or torch_internals.will_execute(node)
         except RuntimeError:  # of a leaf that gradients are taken of
             return True
 
-    return tuple([is_asked(i) and need for i, need in enumerate(needs)])
+    return tuple([need and is_asked(node) for need, (node, _) in zip(needs, following, strict=True)])
 
 
 def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -375,14 +375,14 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            values = Differentiable(operator, inputs[1:]).save(ctx, inputs[1:], inputs[0], output)
+            values = Differentiable(operator, inputs[1:]).save(ctx, _present(inputs[1:]), inputs[0], output)
             if operator._jvp is not None:
                 ctx.save_for_forward(*values)
 
         @staticmethod
         @over
         def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-            needs = ctx.needs_input_grad[1:]
+            needs = tuple([ctx.needs_input_grad[1 + i] for i in ctx.call.present])
             if torch.is_grad_enabled():
                 needs = asked_for(ctx, needs)
             return None, *operator._reverse(ctx, needs, ctx.saved_tensors, cotangents)
@@ -390,7 +390,7 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         @over
         def jvp(ctx: Any, _options: None, *tangents: Any) -> Any:
-            found = operator._jvp(operator._saved(ctx, (True,) * len(tangents), ctx.saved_tensors), tangents)  # type: ignore[misc]
+            found = operator._jvp(operator._saved(ctx, [True] * len(ctx.call.present), ctx.saved_tensors), tangents)  # type: ignore[misc]
             return tuple(found) if isinstance(found, list) else found
 
         @staticmethod
@@ -414,19 +414,19 @@ class _Reverse(NamedTuple):
     """A backward pass that was made before.
 
     Attributes:
-        key: which gradients were needed, the forward call's options, and the settings that were in force.
+        key: the forward call's options, and the settings that were in force.
         check: whether other tensors are like the program's inputs.
         program: that it ran.
         numbers: the program's scalars.
         picks: its inputs, as numbers among dy and the saved tensors.
-        places: as of the `GradientCall`.
+        places: as of the `GradientCall`, of the tensors that there are.
     """
 
     key: tuple[Any, ...]
     check: Callable[..., bool]
     program: Program
     numbers: tuple[float, ...]
-    picks: tuple[int, ...]
+    picks: Callable[[Any], tuple[Tensor, ...]]
     places: tuple[int | None, ...]
 
 
@@ -434,48 +434,54 @@ class Differentiable:
     """A call of an operator where gradients are wanted: what it saves, and the programs of its backward passes.
 
     Attributes:
-        absent: tensors that are not there, by index.
-        unsaved: tensors that are, and that the derivatives do not read.
-        shapes: of the tensors, where there are such; else None.
-        saved: how many of a program's results are intermediates for the backward pass.
-        kept: how many results are for the backward pass alone, these among them.
-        is_single: whether a program has one result.
+        program: of a call on the eager fast path.
+        alone: as of `Saved`.
+        count: of the tensors, those that are absent among them.
+        present: tensors that are there, by index.
+        read: those whose values the derivatives read, by index.
+        shapes: of the tensors, where some are not read; else None.
+        kept: how many results are for the backward pass alone, the operator's and the program's.
+        is_single: whether the program has one result.
         reverses: backward passes that were made.
     """
 
-    __slots__ = ("_operator", "absent", "is_single", "kept", "reverses", "saved", "shapes", "unsaved")
+    __slots__ = ("_operator", "_picks", "alone", "count", "is_single", "kept", "present", "program", "read", "reverses", "shapes")
 
-    def __init__(self, operator: Operator, tensors: Sequence[Tensor | None], saved: int = 0) -> None:
-        """For tensors like these, and programs with this number of results that are saved."""
-        self._operator, self.saved, self.kept = operator, saved, operator._kept + saved
-        self.is_single = operator._is_single and not saved
-        self.absent = [i for i, t in enumerate(tensors) if t is None]
-        self.unsaved = [i for i in [i % len(tensors) for i in operator._unsaved] if i not in self.absent]
-        self.shapes = [None if t is None else t.shape for t in tensors] if self.unsaved else None
+    def __init__(self, operator: Operator, tensors: Sequence[Tensor | None], program: Program | None = None, *, alone: bool = True) -> None:
+        """For tensors like these."""
+        saved = 0 if program is None else program.saved
+        self._operator, self.program, self.alone, self.count = operator, program, alone, len(tensors)
+        self.kept, self.is_single = operator._kept + saved, operator._is_single and not saved
+        unsaved = {i % self.count for i in operator._unsaved}
+        self.present = [i for i, t in enumerate(tensors) if t is not None]
+        self.read = [i for i in self.present if i not in unsaved]
+        self._picks = None if self.read == self.present else [self.present.index(i) for i in self.read]
+        self.shapes = None if self._picks is None else [None if t is None else t.shape for t in tensors]
         self.reverses: list[_Reverse] = []
 
-    def __call__(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
+    def __call__(self, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
         """The results but for those that are kept."""
-        tensors: Sequence[Any] = given
-        if self.absent:
-            tensors = list(given)
-            for i in self.absent:
-                tensors.insert(i, None)
-        found = self._operator._apply(self, program, given, options, *tensors)
-        return found if self.is_single else self._operator._shown(found, self.saved)
+        found = self._operator._apply(self, options, *given)
+        return found if self.is_single else self._operator._shown(found, self.program.saved)  # type: ignore[union-attr]
 
-    def save(self, ctx: Any, tensors: Sequence[Any], options: tuple[Any, ...], output: Any, *, alone: bool = True) -> Sequence[Any]:
+    def spread(self, values: Sequence[Any], indices: Sequence[int], absent: Any = None) -> tuple[Any, ...]:
+        """Values for all tensors, of those for some."""
+        found = [absent] * self.count
+        for i, value in zip(indices, values, strict=True):
+            found[i] = value
+        return tuple(found)
+
+    def save(self, ctx: Any, given: Sequence[Any], options: tuple[Any, ...], output: Any) -> Sequence[Any]:
         """Save the values that the derivatives read; return the tensors among them.
 
         Args:
             ctx: the function's.
-            tensors: of the call.
+            given: the tensors that there are.
             options: of the call.
             output: its results.
-            alone: as of `Saved`.
         """
-        ctx.call, ctx.options, ctx.alone = self, options, alone
-        values = tensors if not self.unsaved else [None if i in self.unsaved else t for i, t in enumerate(tensors)]
+        ctx.call, ctx.options = self, options
+        values = given if self._picks is None else [given[i] for i in self._picks]
         if self.kept:
             kept = output[-self.kept :]
             ctx.mark_non_differentiable(*kept)
@@ -485,70 +491,66 @@ class Differentiable:
             ctx.save_for_backward(*values)
         return values
 
-    def reverse(self, ctx: Any, needs: tuple[bool, ...], values: tuple[Any, ...]) -> list[Tensor | None] | None:
+    def reverse(self, options: tuple[Any, ...], values: tuple[Any, ...]) -> Sequence[Tensor | None] | None:
         """The gradients by a program that a backward pass like this one has run, None if there was none; values: dy and what was saved."""
         if _is_watching() or is_logged():
             return None
-        wanted = needs, ctx.options, settings()
+        wanted = options, settings()
         for key, check, program, numbers, picks, places in self.reverses:
-            if key == wanted:
-                given = [values[i] for i in picks]
-                if check(*given) and (not program.has_places or program.takes(given)):
-                    return _placed(program(given, numbers), places, values[0])
+            given = picks(values)
+            if key == wanted and check(*given) and (not program.has_places or program.takes(given)):
+                return _placed(program(given, numbers), places, values[0])
         return None
 
-    def run(self, call: GradientCall, ctx: Any, needs: tuple[bool, ...], values: tuple[Any, ...]) -> list[Tensor | None]:
-        """The gradients by a call of the backward operator, whose program is kept."""
-        found, given = call.run(values[0]), _present(call.tensors)
-        picks = tuple([next((i for i, v in enumerate(values) if v is t), -1) for t in given])
-        entry = CACHE.find(call.operator._key(call.tensors, call.options), given) if given and -1 not in picks else None
-        if entry is not None:
-            numbers = call.operator._numbers(call.options) if entry.program.has_scalars else ()
-            key = needs, ctx.options, settings()
-            self.reverses.append(_Reverse(key, entry.check, entry.program, numbers, picks, call.places))
+    def keep(self, call: GradientCall, options: tuple[Any, ...], values: tuple[Any, ...]) -> None:
+        """Keep the program of the backward operator's call that a backward pass was made by; values: as in `reverse`."""
+        given, operator = _present(call.tensors), call.operator
+        picks = [next((i for i, v in enumerate(values) if v is t), -1) for t in given]
+        entry = operator.entry(call.tensors, call.options) if given and -1 not in picks else None
+        if entry is not None and entry.program is not None:
+            numbers = operator._numbers(call.options) if entry.program.has_scalars else ()
+            places = tuple([call.places[i] for i in self.present])
+            self.reverses.append(_Reverse((options, settings()), entry.check, entry.program, numbers, picker(picks), places))
             del self.reverses[:-_MOST_REVERSES]
-        return found
 
 
 def _node_of(operator: Operator) -> type[torch.autograd.Function]:
     """The autograd function of an operator on the eager fast path, which torch.func's transforms never see.
 
-    Its arguments are a `Differentiable`, a program, its inputs, the options, and the tensors.
+    Its arguments are a `Differentiable`, the options, and the tensors that there are.
     """
     over: Callable[[Callable[..., Any]], Callable[..., Any]] = batchable if operator._in_torch is None else batchable_one_by_one
 
     @over
-    def general(state: tuple[Any, tuple[bool, ...], tuple[Any, ...]], *cotangents: Any) -> Sequence[Tensor | None]:
+    def general(state: tuple[Any, Sequence[bool], tuple[Any, ...]], *cotangents: Any) -> Sequence[Tensor | None]:
         ctx, needs, found = state
         if operator._gradient_call is not None and any(needs) and not _is_grad_enabled() and not torch_internals.is_batching():
             call = operator._gradient_call(operator._saved(ctx, needs, found), *cotangents[: len(cotangents) - ctx.call.kept])
             if call is not None:
-                made: Sequence[Tensor | None] = ctx.call.run(call, ctx, needs, (cotangents[0], *found))
+                made = call.run(cotangents[0])
+                ctx.call.keep(call, ctx.options, (cotangents[0], *found))
                 return made
         return operator._reverse(ctx, needs, found, cotangents)
 
     class Node(torch.autograd.Function):
         @staticmethod
-        def forward(
-            ctx: Any, call: Differentiable, program: Program, given: Sequence[Tensor], options: tuple[Any, ...], *tensors: Any
-        ) -> Any:
+        def forward(ctx: Any, call: Differentiable, options: tuple[Any, ...], *given: Tensor) -> Any:
+            program: Program = call.program  # type: ignore[assignment]
             found: Any = program(given, operator._numbers(options) if program.has_scalars else ())
             found = found[0] if call.is_single else tuple(found)
-            call.save(ctx, tensors, options, found)
+            call.save(ctx, given, options, found)
             return found
 
         @staticmethod
         def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-            # Saved tensors are read once: a checkpoint makes them anew.
-            call, needs, found = ctx.call, ctx.needs_input_grad[4:], ctx.saved_tensors
-            made = None
-            if _is_grad_enabled():
-                needs = asked_for(ctx, needs)
-            elif call.reverses:
-                made = call.reverse(ctx, needs, (cotangents[0], *found))
+            call, found = ctx.call, ctx.saved_tensors  # read once: a checkpoint makes them anew
+            is_first_order = not _is_grad_enabled()
+            made = call.reverse(ctx.options, (cotangents[0], *found)) if is_first_order and call.reverses else None
             if made is None:
-                made = general((ctx, needs, found), *cotangents)
-            return None, None, None, None, *made
+                needs = ctx.needs_input_grad[2:]
+                made = general((ctx, needs if is_first_order else asked_for(ctx, needs), found), *cotangents)
+                made = [made[i] for i in call.present]
+            return None, None, *made
 
     Node.__name__ = Node.__qualname__ = operator.name
     return Node

@@ -53,6 +53,11 @@ def has_precisions(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.complex64)
 
 
+def to_be_set(precision: str | None, device: torch.device) -> str | None:
+    """The precision for `torch_products` in a program that is built now; None on a GPU where it is in force whenever the program runs."""
+    return None if device.type == "cuda" and precision == resolved(None) == "highest" else precision
+
+
 def torch_products(x: Tensor, precision: str | None) -> contextlib.AbstractContextManager[None]:
     """Let torch multiply tensors like x in this precision; None leaves its setting, which is the process's."""
     if precision is None or not has_precisions(x.dtype):

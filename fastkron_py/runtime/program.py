@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -79,6 +79,10 @@ class Make(NamedTuple):
     strides: tuple[int, ...] | None  # None for a contiguous one
     dtype: torch.dtype | None  # None for the first input's
 
+    def is_small(self, itemsize: int, most: int) -> bool:
+        """Whether it is of the first input's dtype, of this size, and has at most so many bytes."""
+        return self.dtype is None and math.prod(self.shape) * itemsize <= most
+
 
 class Shift(NamedTuple):
     """A place inside a value."""
@@ -136,19 +140,6 @@ class Step:
     drops: list[int] = field(default_factory=list)
 
 
-class _Ready(NamedTuple):
-    """A step with its kernel compiled: a launch past everything that looks at arguments."""
-
-    makes: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype | None], ...]  # as of `Make`, with strides
-    launch: Callable[..., None] | None  # of the kernel's arguments; None for a call of torch, which has none of the three fields below
-    operands: Callable[[Any], tuple[Any, ...]]
-    rest: tuple[Any, ...]  # the kernel's arguments after the operands: strides, scalars, constants
-    tuples: tuple[tuple[int, Callable[[Any], tuple[Any, ...]]], ...]  # as of `Step`
-    derives: bool  # whether places and descriptors are worked out before it
-    step: Step
-    drops: Sequence[int]
-
-
 class Pool(NamedTuple):
     """One allocation for small buffers: its size, and (number, offset, shape, dtype) of each."""
 
@@ -175,8 +166,11 @@ class Places(NamedTuple):
     orders: tuple[tuple[tuple[int, int, int], int], ...] = ()
 
 
-_MOST_COMPILED: Final = 8  # pairs of scalars and a stream
+_POOL: Final = -1  # the number of the pool among a run's tensors
+_MOST_KEPT: Final = 8  # runs of a program: pairs of a stream and scalars
 _ALIGNED: Final = 15  # bits of an address that are zero, as compiled kernels and descriptors want it
+
+Run = Callable[[Sequence[Tensor], tuple[float, ...]], list[Tensor]]  # of the inputs and the scalars
 
 
 class Program:
@@ -193,43 +187,35 @@ class Program:
     def __init__(
         self,
         steps: Sequence[Step],
-        count: int,
-        inputs: int,
+        inputs: Sequence[Tensor],
         pool: Pool,
         results: Sequence[Result],
         places: Places,
         device: torch.device,
+        small: int,
     ) -> None:
         """Steps over values.
 
         Args:
             steps: in order.
-            count: of all values.
-            inputs: how many of them, the first, are inputs.
+            inputs: the first values, as tensors without memory.
             pool: of small buffers.
             results: of the program.
             places: of the inputs.
             device: of all values.
+            small: bytes of a buffer that may be allocated before its first use, and live until the end.
         """
-        self._steps = tuple(steps)
+        self._steps, self._pool, self._results = tuple(steps), pool, tuple(results)
+        self._inputs, self._itemsize, self._small = len(inputs), inputs[0].element_size(), small
         self.differentiable: Callable[..., Tensor] | None = None
         self.saved = 0
-        self._inputs, self._pool, self._results = inputs, pool, tuple(results)
-        self._blank = [None] * (count - inputs)
-        self._offsets = [(number, offset) for number, offset, *_ in pool.parts]
-        self._has_calls = any([step.results is not None for step in steps])
-        launches = [step for step in steps if step.results is None]
-        self._is_calls_alone = not launches and not pool.parts
-        self._is_unaligned = any([shift.nbytes & _ALIGNED for step in launches for shift in step.shifts])
         self.has_scalars = any([isinstance(s, Scalar) for step in steps for s in step.scalars])
+        self._has_calls = any([step.results is not None for step in steps])
         self._aligned, self._orders = places
         self.has_places = bool(self._aligned or self._orders)
-        self._compiled: dict[tuple[tuple[int, ...], int], tuple[_Ready, ...]] = {}  # by patterns of scalars, and stream
-        self._device = -1
-        self._get_device: Callable[[], int] = _no_device
-        self._get_stream: Callable[[int], int] = _no_device
-        self._is_hooked: Callable[[], bool] = bool
-        if launches:
+        self._runs: dict[Any, Run] = {}  # by the stream and the scalars' patterns; of None in place of a stream, by tensors
+        self._alone = None if any([step.results is None for step in steps]) else _Straight(self).run()  # calls of torch alone
+        if self._alone is None:
             from fastkron_py.runtime import launch  # Triton, which torch's backend does without
 
             self._get_device, self._get_stream, self._is_hooked = launch.driver()
@@ -252,143 +238,245 @@ class Program:
             given: the inputs.
             scalars: the numbers that `Scalar`s stand for.
         """
-        if self._has_calls:
-            run = self._run_calls if self._is_calls_alone else self._run
-            with unseen_by_autograd(given[0]):
-                # Another context costs as much as a small product.
-                if not torch.is_grad_enabled() or not any([t.requires_grad for t in given]):
-                    return run(given, scalars)
-                with torch.no_grad():
-                    return run(given, scalars)
-        return self._run(given, scalars)
+        run = self._alone
+        if run is None:
+            if self._get_device() != self._device:
+                with torch.cuda.device(self._device):
+                    return self(given, scalars)
+            key: Any = self._get_stream(self._device)
+            if self.has_scalars:
+                key = key, *map(bits, scalars)
+            run = self._runs.get(key) or self._compiled(key)
+            if run is None or self._is_hooked():
+                run = self.by_tensors
+        if not self._has_calls:
+            return run(given, scalars)
+        with unseen_by_autograd(given[0]):
+            # Another context costs as much as a small product.
+            if not torch.is_grad_enabled() or not any([t.requires_grad for t in given]):
+                return run(given, scalars)
+            with torch.no_grad():
+                return run(given, scalars)
 
-    def _run_calls(self, given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
-        """The results of a program that launches nothing, and so needs no addresses."""
-        like, count = given[0], len(given)
-        held: dict[int, Tensor] = {}
-        for step in self._steps:
-            for make in step.makes:
-                held[make.number] = _made(make, like)
-            for number, made in zip(step.results or (), _called(step, given, held, scalars), strict=True):
-                held[number] = made
-            for number in step.drops:
-                del held[number]
-        results = []
-        for number, shape in self._results:
-            t = given[number] if number < count else held[number]
-            results.append(t if shape is None else t.view(shape))
-        return results
+    def by_tensors(self, given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
+        """The results by way of Triton's JIT functions, which also compile, and take any alignment."""
+        key = (None, *map(bits, scalars)) if self.has_scalars else None
+        run = self._runs.get(key) or self._keep(key, _Straight(self, key).run())
+        return run(given, scalars)
 
-    def _run(self, given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
-        if self._get_device() != self._device:
-            with torch.cuda.device(self._device):
-                return self._run(given, scalars)
-        addresses: list[Any] = [t.data_ptr() for t in given]
-        unaligned = 0
-        for address in addresses:
-            unaligned |= address
-        patterns = tuple([bits(s) for s in scalars]) if self.has_scalars else ()
-        stream = self._get_stream(self._device)
-        steps = self._compiled.get((patterns, stream)) or self._compile(patterns, stream)
-        if steps is None or unaligned & _ALIGNED or self._is_unaligned or self._is_hooked():
-            return self._run_by_tensors(given, scalars, patterns)
-        like = given[0]
-        held: dict[int, Tensor] = {}
-        addresses += self._blank
-        if self._offsets:
-            pool = like.new_empty(self._pool.nbytes, dtype=torch.uint8)
-            base = pool.data_ptr()
-            for number, offset in self._offsets:
-                addresses[number] = base + offset
-        for makes, launch, operands, rest, tuples, derives, step, drops in steps:
-            for number, shape, strides, dtype in makes:  # each argument takes its time
-                made = like.new_empty_strided(shape, strides) if dtype is None else like.new_empty_strided(shape, strides, dtype=dtype)
-                held[number] = made
-                addresses[number] = made.data_ptr()
-            if launch is None:
-                for number, made in zip(step.results or (), _called(step, given, held, scalars), strict=True):
-                    held[number] = made
-                    addresses[number] = made.data_ptr()
+    def _compiled(self, key: Any) -> Run | None:
+        """The run with compiled kernels, which a first run by tensors sees to where there is a compiler; else None."""
+        launches = [step.run.ready() for step in self._steps if step.results is None]
+        is_unaligned = any([shift.nbytes & _ALIGNED for step in self._steps for shift in step.shifts])
+        return None if None in launches or is_unaligned else self._keep(key, _Straight(self, key, launches).run())
+
+    def _keep(self, key: Any, run: Run) -> Run:
+        if len(self._runs) >= _MOST_KEPT:
+            self._runs.clear()
+        self._runs[key] = run
+        return run
+
+
+# ---- a program as one straight run ---------------------------------------------------------------
+
+Op = tuple[Callable[..., Any] | None, Callable[..., Any], tuple[Any, ...]]
+"""A launch of a tuple, the function that picks its operands from the slots, its other arguments; or None, a function of both lists."""
+
+
+class _Straight:
+    """A program's run: closures over positions in two lists, so that a run looks nothing up.
+
+    Slots are what launches are handed: addresses, or tensors where kernels are not compiled. Tensors are what torch is handed. A run
+    begins both with the inputs, the small buffers and the pool, and appends to both in the order of the steps.
+    """
+
+    def __init__(self, program: Program, key: Any = None, launches: Sequence[Any] | None = None) -> None:
+        """Collect the operations.
+
+        Args:
+            program: whose steps they are.
+            key: the stream of compiled kernels, or a tuple of it and the patterns of the scalars.
+            launches: the `Ready`s of the launches, for aligned addresses; None to launch through `Step.run`, on tensors.
+        """
+        self._program, self._by_address, pool = program, launches is not None, program._pool
+        self._stream, *self._patterns = key if isinstance(key, tuple) else (key,)
+        self._slots, self._tensors = [{i: i for i in range(program._inputs)} for _ in range(2)]
+        self._views: dict[int, set[View]] = {}  # that torch is handed, of each value; none for one that is made as it is handed
+        for view in [view for step in program._steps if step.results is not None for view in step.operands]:
+            self._views.setdefault(view.source, set()).add(view)
+        early = [make for step in program._steps for make in step.makes if make.is_small(program._itemsize, program._small)]
+        self._kept = {make.number for make in early}
+        self._made = [self._layout(make) for make in early]
+        for make in early:
+            self._add(make.number)
+        if pool.parts:
+            self._made.append(((math.ceil(pool.nbytes / program._itemsize),), (1,)))
+            self._add(_POOL)
+        for number, *_ in pool.parts:
+            self._derive(number)
+        ready = iter(launches or ())
+        self._ops = [op for step in program._steps for op in self._ops_of(step, ready)]
+
+    def _layout(self, make: Make) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape and strides of a buffer: those of its one view, if torch is handed that alone, and the view is all of it."""
+        shape, strides = make.shape, make.strides or contiguous(make.shape)
+        views = self._views.get(make.number, set())
+        if len(views) == 1 and make.number not in [number for number, _ in self._program._results]:
+            (view,) = views
+            reach = 1 + sum([(n - 1) * s for n, s in zip(view.shape or (), view.strides, strict=True)])
+            if view.shape is not None and not view.offset and reach == math.prod(shape):
+                views.clear()
+                return view.shape, view.strides
+        return shape, strides
+
+    def _add(self, number: int) -> None:
+        """A tensor, and its place among the slots."""
+        self._tensors[number] = len(self._tensors)
+        self._derive(number)
+
+    def _derive(self, number: int) -> None:
+        """A slot that is no tensor's."""
+        self._slots[number] = len(self._slots)
+
+    def _picker(self, numbers: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+        """The function from the slots to a tuple of these values."""
+        return picker([self._slots[number] for number in numbers])
+
+    # ---- operations ------------------------------------------------------------------------------
+
+    def _ops_of(self, step: Step, ready: Iterator[Any]) -> Iterator[Op]:
+        for make in step.makes:
+            if make.number not in self._kept:
+                self._add(make.number)
+                yield None, self._allocation(make), ()
+        drops: list[Any] = [number for number in step.drops if number not in self._kept]
+        if step.results is not None:
+            yield None, self._call(step), ()
+        else:
+            derived = [number for number, *_ in (*step.shifts, *step.tuples, *step.descriptors)]
+            if derived:
+                yield None, self._derivation(step), ()
+            rest = [self._patterns[s.index] if isinstance(s, Scalar) else s for s in step.scalars]
+            if self._by_address:
+                kernel = next(ready)
+                yield kernel.bound(self._stream), self._picker(step.operands), (*kernel.between, *rest, *kernel.after)
             else:
-                if derives:
-                    _derive(step, addresses)
-                for number, parts in tuples:
-                    addresses[number] = parts(addresses)
-                launch(*operands(addresses), *rest)
-            for number in drops:  # held until its last reader is launched: from then on, the stream's order guards it
-                del held[number]
-        return [held[number] if shape is None else held[number].view(shape) for number, shape in self._results]
+                yield partial(_unpacked, step.run), self._picker(step.operands), tuple(rest)
+            drops = drops if self._by_address else [*drops, *derived]
+        if drops:
+            yield None, self._drop(drops), ()
 
-    def _compile(self, patterns: tuple[int, ...], stream: int) -> tuple[_Ready, ...] | None:
-        """The steps with compiled kernels, which a first run sees to where there is a compiler; else None."""
-        found = []
-        for step in self._steps:
-            makes = tuple([(m.number, m.shape, contiguous(m.shape) if m.strides is None else m.strides, m.dtype) for m in step.makes])
-            if step.results is not None:
-                found.append(_Ready(makes, None, tuple, (), (), False, step, step.drops))
-                continue
-            ready = step.run.ready()
-            if ready is None:
-                return None
-            launch = partial(ready.launch, ready.grid, 1, 1, stream, *ready.first)
-            rest = (*ready.between, *_with_scalars(step.scalars, patterns), *ready.after)
-            tuples = tuple([(number, _picker(parts)) for number, parts in step.tuples])
-            derives = bool(step.shifts or step.descriptors)
-            found.append(_Ready(makes, launch, _picker(step.operands), rest, tuples, derives, step, step.drops))
-        if len(self._compiled) >= _MOST_COMPILED:
-            self._compiled.clear()
-        self._compiled[patterns, stream] = steps = tuple(found)
-        return steps
+    def _allocation(self, make: Make) -> Callable[..., None]:
+        """Make a large buffer, or one of another dtype than the first input's."""
+        (shape, strides), by_address = self._layout(make), self._by_address
+        options = {} if make.dtype is None else {"dtype": make.dtype}
 
-    def _run_by_tensors(self, given: Sequence[Tensor], scalars: tuple[float, ...], patterns: tuple[int, ...]) -> list[Tensor]:
-        """The same through Triton's JIT functions, which also compile, and take any alignment."""
-        like = given[0]
-        values: list[Any] = [*given, *self._blank]
-        if self._pool.parts:
-            pool = like.new_empty(self._pool.nbytes, dtype=torch.uint8)
-            for number, offset, shape, dtype in self._pool.parts:
-                size = dtype.itemsize * math.prod(shape)
-                values[number] = pool[offset : offset + size].view(dtype).view(shape)
-        for step in self._steps:
-            for make in step.makes:
-                values[make.number] = _made(make, like)
-            if step.results is not None:
-                for number, made in zip(step.results, _called(step, given, dict(enumerate(values)), scalars), strict=True):
-                    values[number] = made
+        def allocate(slots: list[Any], tensors: list[Any], _: Any) -> None:
+            t = tensors[0].new_empty_strided(shape, strides, **options)
+            tensors.append(t)
+            slots.append(t.data_ptr() if by_address else t)
+
+        return allocate
+
+    def _call(self, step: Step) -> Callable[..., None]:
+        """Call torch, on views of tensors."""
+        function, by_address, has_results = step.run, self._by_address, bool(step.results)
+        whole = [view for view in step.operands if not self._views[view.source]]
+        views = [(self._tensors[view.source], *(View(0) if view in whole else view)[1:]) for view in step.operands]
+        numbers = [(s.index, None) if isinstance(s, Scalar) else (None, s) for s in step.scalars]
+        for number in step.results or ():
+            self._add(number)
+
+        def call(slots: list[Any], tensors: list[Any], scalars: tuple[float, ...]) -> None:
+            operands: list[Any] = []
+            for source, shape, strides, offset in views:
+                t = tensors[source]
+                operands.append(t if shape is None else t.as_strided(shape, strides, t.storage_offset() + offset))
+            found = function(*operands, *[number if index is None else scalars[index] for index, number in numbers])
+            if has_results:
+                made: Sequence[Tensor] = (found,) if isinstance(found, Tensor) else found
+                tensors += made
+                slots += map(Tensor.data_ptr, made) if by_address else made
+
+        return call
+
+    def _derivation(self, step: Step) -> Callable[..., None]:
+        """Work out the places, tuples and descriptors of a launch."""
+        at, by_address = self._slots, self._by_address
+        shifts = [(at[source], nbytes, elements) for _, source, nbytes, elements in step.shifts]
+        for number, *_ in step.shifts:
+            self._derive(number)
+        tuples = []
+        for number, parts in step.tuples:
+            tuples.append(self._picker(parts))
+            self._derive(number)
+        ends = [None if d.other is None else at[d.other] for d in step.descriptors]
+        descriptors = [d._replace(source=at[d.source], other=other) for d, other in zip(step.descriptors, ends, strict=True)]
+        for number, *_ in descriptors:
+            self._derive(number)
+
+        def derive(slots: list[Any], tensors: list[Any], _: Any) -> None:
+            for source, nbytes, elements in shifts:
+                base = slots[source]
+                slots.append(base + nbytes if by_address else base.as_strided((1,), (1,), base.storage_offset() + elements))
+            for parts in tuples:
+                slots.append(parts(slots))
+            for descriptor in descriptors:
+                slots.append(_made_descriptor(descriptor, slots))
+
+        return derive
+
+    def _drop(self, numbers: Sequence[int]) -> Callable[..., None]:
+        """Let go of values after their last reader is launched: from then on, the stream's order guards them."""
+        of_slots = [self._slots[number] for number in numbers]
+        of_tensors = [self._tensors[number] for number in numbers if number in self._tensors]
+
+        def drop(slots: list[Any], tensors: list[Any], _: Any) -> None:
+            for i in of_slots:
+                slots[i] = None
+            for i in of_tensors:
+                tensors[i] = None
+
+        return drop
+
+    # ---- the run ---------------------------------------------------------------------------------
+
+    def run(self) -> Run:
+        """The function that runs them."""
+        program, ops, by_address, pool, data_ptr = self._program, self._ops, self._by_address, self._program._pool, Tensor.data_ptr
+        shapes, strides = [shape for shape, _ in self._made], [strides for _, strides in self._made]
+        offsets = [offset for _, offset, *_ in pool.parts]
+        results = [(self._tensors[number], shape) for number, shape in program._results]
+
+        def run(given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
+            tensors: list[Any] = [*given, *map(given[0].new_empty_strided, shapes, strides)]
+            if by_address:
+                slots: list[Any] = [*map(data_ptr, tensors)]
+                for address in slots:
+                    if address & _ALIGNED:
+                        return program.by_tensors(given, scalars)
+                if offsets:
+                    slots += map(slots[-1].__add__, offsets)
             else:
-                for number, source, _, elements in step.shifts:
-                    t = values[source]
-                    values[number] = t.as_strided((1,), (1,), t.storage_offset() + elements)
-                for number, parts in step.tuples:
-                    values[number] = tuple([values[part] for part in parts])
-                for descriptor in step.descriptors:
-                    values[descriptor.number] = _made_descriptor(descriptor, values)
-                step.run(*[values[number] for number in step.operands], *_with_scalars(step.scalars, patterns))
-            derived: tuple[Any, ...] = (*step.shifts, *step.tuples, *step.descriptors)
-            for number in (*step.drops, *[one[0] for one in derived]):
-                values[number] = None
-        return [values[number] if shape is None else values[number].view(shape) for number, shape in self._results]
+                slots = [*tensors, *_parts(pool, tensors[-1])]
+            for launch, function, rest in ops:
+                if launch is None:
+                    function(slots, tensors, scalars)
+                else:
+                    launch(function(slots) + rest)
+            return [tensors[number] if shape is None else tensors[number].view(shape) for number, shape in results]
+
+        return run
 
 
-def _called(step: Step, given: Sequence[Tensor], held: dict[int, Any], scalars: tuple[float, ...]) -> Sequence[Tensor]:
-    """The results of a call of torch."""
-    count = len(given)
-    operands: list[Any] = []
-    for source, shape, strides, offset in step.operands:
-        t = given[source] if source < count else held[source]
-        operands.append(t if shape is None else t.as_strided(shape, strides, t.storage_offset() + offset))
-    for s in step.scalars:
-        operands.append(scalars[s.index] if isinstance(s, Scalar) else s)
-    found = step.run(*operands)
-    return (found,) if isinstance(found, Tensor) else () if found is None else found
+def _unpacked(launch: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    launch(*arguments)
 
 
-def _derive(step: Step, addresses: list[Any]) -> None:
-    """Work out the places and descriptors of a launch."""
-    for number, source, nbytes, _ in step.shifts:
-        addresses[number] = addresses[source] + nbytes
-    for descriptor in step.descriptors:
-        addresses[descriptor.number] = _made_descriptor(descriptor, addresses)
+def _parts(pool: Pool, t: Tensor) -> list[Tensor]:
+    """The pool's buffers as tensors."""
+    spans = [(offset, dtype.itemsize * math.prod(shape), shape, dtype) for _, offset, shape, dtype in pool.parts]
+    return [t.view(torch.uint8)[offset : offset + size].view(dtype).view(shape) for offset, size, shape, dtype in spans]
 
 
 def _made_descriptor(descriptor: Descriptor, values: Sequence[Any]) -> Any:
@@ -401,28 +489,14 @@ def _made_descriptor(descriptor: Descriptor, values: Sequence[Any]) -> Any:
     return remade(descriptor.type, template, Place(base) if is_address else base)
 
 
-def _made(make: Make, like: Tensor) -> Tensor:
-    """A buffer, like a tensor on the device."""
-    _, shape, strides, dtype = make
-    return like.new_empty(shape, dtype=dtype) if strides is None else like.new_empty_strided(shape, strides, dtype=dtype)
-
-
-def _no_device(_: int = -1) -> int:
-    return -1
-
-
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, as torch has them."""
     return tuple([math.prod([max(n, 1) for n in shape[i + 1 :]]) for i in range(len(shape))])
 
 
-def _picker(numbers: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+def picker(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     """The function from a list to a tuple of these elements of it."""
-    if len(numbers) == 1:
-        (number,) = numbers
-        return lambda values: (values[number],)
-    return itemgetter(*numbers)
-
-
-def _with_scalars(scalars: tuple[Any, ...], patterns: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple([patterns[s.index] if isinstance(s, Scalar) else s for s in scalars])
+    if len(indices) == 1:
+        (only,) = indices
+        return lambda values: (values[only],)
+    return itemgetter(*indices)

@@ -130,6 +130,12 @@ def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
     return made  # type: ignore[no-any-return]
 
 
+def device_getter() -> Callable[[], int]:
+    """The function behind `torch.cuda.current_device`; that itself where there is no such name."""
+    getter: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+    return getter
+
+
 def precision_getter() -> Callable[[str, str], Any]:
     """The precision of an operation of a backend, such as ``torch.backends.cuda.matmul.fp32_precision`` for ("cuda", "matmul")."""
     getter: Callable[[str, str], Any] = torch._C._get_fp32_precision_getter

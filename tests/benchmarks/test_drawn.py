@@ -82,7 +82,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_on_the_cpu(few: None, tmp_path: Path) -> None:
     assert main(["drawn", "--device", "cpu", "--count", "3", "--seed", "1", "--dtype", "float32", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "drawn.json").read_text())
-    assert found["draw"] == {"seed": 1, "count": 3, "dtypes": ["float32"], "kinds": [], "narrowest": 1}
+    assert found["draw"] == {"seed": 1, "count": 3, "dtypes": ["float32"], "kinds": [], "narrowest": 1, "seeds": 1}
     assert len(found["cases"]) == 3
     assert found["distribution"][distribution.BETTER]["all"]["problems"] == 3
     assert found["environment"]["versions"]["torch"] == torch.__version__

@@ -10,7 +10,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -118,6 +118,104 @@ def test_added_tensors(backend_name: str, spy: CacheSpy, device: torch.device) -
                 product = expected(x, factors, alpha=beta + 3)
                 assert_near(y, product + beta * z.double() if beta else product)
                 assert spy.served["kron_matmul"] == count
+
+
+def test_vectors_are_kept_as_they_are(backend_name: str, spy: CacheSpy, device: torch.device) -> None:
+    """A vector's program takes it as it is; where gradients are wanted, it is a matrix."""
+    for left, needs in itertools.product((False, True), ("", "x12", "2")):
+        CACHE.forget()
+        spy.take()
+        for i in range(3):
+            x, *factors = draw(device, left=left, needs=needs)
+            x = (x[:, 0] if left else x[0]).detach().clone().requires_grad_("x" in needs)
+            with fastkron_py.backend(backend_name):
+                y = call(left)(x, factors)
+            assert y.shape == (6,)
+            assert spy.served["kron_matmul"] == i
+            assert_near(y, expected(x, factors, left=left))
+            if needs:
+                y.backward(dy := torch.randn_like(y))
+                assert_gradients([x, *factors], dy, left)
+
+
+# ---- other verbs, which look a call up before they check it
+
+
+def verbs(device: torch.device) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]]:
+    """A verb, what it is in float64, and its tensors, by the name of the operator that serves it."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device)
+
+    signs = fastkron_py.hadamard(torch.eye(24, dtype=torch.float64, device=device))
+    return {
+        "mode_matmul": (
+            lambda x, a, b: fastkron_py.mode_matmul(x, {1: a, -1: b}),
+            lambda x, a, b: torch.einsum("ipq,pr,qs->irs", x, a, b),
+            [draw(2, 4, 6), draw(4, 3), draw(6, 5)],
+        ),
+        "in the middle": (
+            lambda x, a: fastkron_py.mode_matmul(x, {1: a}),
+            lambda x, a: torch.einsum("ipq,pr->irq", x, a),
+            [draw(2, 4, 6), draw(4, 3)],
+        ),
+        "hadamard": (lambda x: fastkron_py.hadamard(x, scale=0.5), lambda x: 0.5 * x @ signs, [draw(3, 24)]),
+        "solve": (
+            lambda b, f, g: fastkron_py.KroneckerProduct([f, 2, g]).solve(b),
+            lambda b, f, g: torch.linalg.solve(torch.kron(torch.kron(f, torch.eye(2).to(f)), g), b),
+            [draw(24), *[draw(n, n) + 4 * torch.eye(n, device=device) for n in (3, 4)]],
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["mode_matmul", "in the middle", "hadamard", "solve"])
+def test_verbs_look_up_before_they_check(name: str, backend_name: str, spy: CacheSpy, device: torch.device) -> None:
+    """With gradients and without; other numbers, strides and settings are never served by an earlier call's."""
+    verb, in_float64, tensors = verbs(device)[name]
+    for needs in (False, True):
+        for i in range(3):
+            given = [torch.randn_like(tensors[0]), *tensors[1:]] if i else tensors
+            given = [t.detach().clone().requires_grad_(needs) for t in given]
+            spy.take()
+            with fastkron_py.backend(backend_name):
+                y = verb(*given)
+            assert (sum(spy.take().values()) > 0) == (i > 0), f"call {i}, needs {needs}"
+            want = in_float64(*[t.detach().double() for t in given])
+            torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-4)
+            if needs:
+                found = torch.autograd.grad(y.square().sum(), given)
+                wide = [t.detach().double().requires_grad_() for t in given]
+                for g, w in zip(found, torch.autograd.grad(in_float64(*wide).square().sum(), wide), strict=True):
+                    torch.testing.assert_close(g.double(), w, rtol=1e-3, atol=1e-3)
+    x, *others = tensors
+    moved = x.mT.contiguous().mT if x.ndim > 1 else torch.stack([x, x], 1)[:, 0]
+    with fastkron_py.backend(backend_name):
+        near = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+        near(verb(moved, *others).double(), in_float64(*[t.double() for t in tensors]))
+        near(torch.func.vmap(lambda t: verb(t, *others))(torch.stack([x, -x]))[1], -verb(*tensors))
+
+
+def test_keys_of_verbs_hold_all_that_calls_depend_on(spy: CacheSpy, device: torch.device) -> None:
+    x, a = torch.randn(4, 4, 4, device=device), torch.randn(4, 4, device=device)
+    for dim in (0, 1, 2, 1, -2):
+        want = torch.einsum(("pij,pr->rij", "ipj,pr->irj", "ijp,pr->ijr")[dim], x.double(), a.double())
+        assert_near(fastkron_py.mode_matmul(x, {dim: a}), want)
+    with pytest.raises(TypeError, match="integers as dimensions"):
+        fastkron_py.mode_matmul(x, {1.0: a})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="precision"):
+        fastkron_py.mode_matmul(x, {1: a}, precision="low")
+    rows = torch.randn(3, 8, device=device)
+    for scale in (1.0, 2.0, 1.0, -1.0):
+        torch.testing.assert_close(fastkron_py.hadamard(rows, scale=scale), scale * fastkron_py.hadamard(rows))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert fastkron_py.hadamard(rows).dtype == fastkron_py.mode_matmul(x, {1: a}).dtype == torch.bfloat16
+    with torch.autocast(device.type, dtype=torch.float16):
+        assert fastkron_py.hadamard(rows).dtype == fastkron_py.mode_matmul(x, {1: a}).dtype == torch.float16
+    singular = fastkron_py.KroneckerProduct([torch.eye(2, device=device), torch.ones(2, 2, device=device)])
+    for _ in range(2):
+        fastkron_py.KroneckerProduct([torch.eye(2, device=device)] * 2).solve(rows[0, :4])
+        with pytest.raises(torch.linalg.LinAlgError, match=r"factors\[1\]"):
+            singular.solve(rows[0, :4])
 
 
 def test_another_dtype_of_autocast(spy: CacheSpy, device: torch.device) -> None:

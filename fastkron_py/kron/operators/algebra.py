@@ -353,21 +353,30 @@ def solve(factors: Sequence[Factor], b: Tensor) -> Tensor:
     Returns:
         ``[*batch, n]`` or ``[*batch, n, M]``, contiguous.
     """
+    return solver(factors, b)(factors, b)
+
+
+def solver(factors: Sequence[Factor], b: Tensor) -> Callable[[Sequence[Factor], Tensor], Tensor]:
+    """`solve` for arguments like these, which are checked here and no more."""
     check_square(factors, "solve")
     check_linalg_dtype(factors, "solve")
     identities = Columns.of(factors)
-    n = math.prod(identities.sizes)
     factor_batch = broadcast_batch([shape_of(f)[:-2] for f in factors], "factors")
-    b, vector = right_hand_side(b, n, factor_batch)
-    given, b = b.shape[-1], identities.pack(b)
-    if factor_batch:
-        x = _solve_modes(factors, b)
-    else:  # batches are columns then, and each factor is factorised once
-        columns = b.movedim(-2, 0)  # [n, *batch, M]
-        x = _solve_modes(factors, columns.reshape(columns.shape[0], math.prod(columns.shape[1:])))
-        x = x.reshape(columns.shape).movedim(0, -2)
-    x = identities.unpack(x, given)
-    return x[..., 0].contiguous() if vector else x.contiguous()
+    like, is_vector = right_hand_side(b, math.prod(identities.sizes), factor_batch)
+    shape = like.shape
+
+    def solve_checked(factors: Sequence[Factor], b: Tensor) -> Tensor:
+        b = identities.pack((b[:, None] if is_vector else b).expand(shape))
+        if factor_batch or b.ndim == 2:
+            x = _solve_modes(factors, b)
+        else:  # batches are columns then, and each factor is factorised once
+            columns = b.movedim(-2, 0)  # [n, *batch, M]
+            x = _solve_modes(factors, columns.reshape(columns.shape[0], math.prod(columns.shape[1:])))
+            x = x.reshape(columns.shape).movedim(0, -2)
+        x = identities.unpack(x, shape[-1])
+        return x[..., 0].contiguous() if is_vector else x.contiguous()
+
+    return solve_checked
 
 
 def _solve_modes(factors: Sequence[Factor], b: Tensor) -> Tensor:

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import broadcast_batch, check_factor_shapes, factors_and_identities, is_identity, shape_of
+from fastkron_py.kron.modes import filled
 from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.lazy import LazyOperator, ProductOrSum, check_arrays, check_dense_size, numbered
 from fastkron_py.kron.operators.masked import MaskedKroneckerProduct, masked
 from fastkron_py.kron.operators.matrix_function import KroneckerFunction, square_root
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal, plus_diagonal
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.eager import takes_fast_path
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DIAGONAL_LIMIT: Final = 2**30
@@ -161,7 +164,20 @@ class KroneckerProduct(ProductOrSum):
             >>> K.solve(torch.ones(20, 3)).shape
             torch.Size([20, 3])
         """
-        return self._on_parts(lambda factors, _, b: algebra.solve(factors, b), b, names=["b"], autocast=True, identities=True)
+        pattern = [f if is_identity(f) else None for f in self._factors]
+        key, tensors = ("solve", *pattern), [b, *[f for f in self._factors if not is_identity(f)]]
+        entry = None if torch.compiler.is_compiling() else CACHE.find(key, tensors)
+        if entry is not None:
+            return entry.call(tensors, entry.options)
+
+        def solve(t: list[Any]) -> Tensor:
+            again = algebra.solver(t[:-1], t[-1])
+            x = again(t[:-1], t[-1])
+            if isinstance(b, Tensor) and not torch.compiler.is_compiling() and takes_fast_path(tensors):
+                CACHE.keep(key, tensors, None, lambda given, _: again(filled(pattern, given[1:]), given[0]), (), "solve")
+            return x
+
+        return self._on_tensors(solve, [*self._factors, b], [*self._names, "b"])
 
     def cholesky(self) -> KroneckerProduct:
         """The lower triangular L of ``K = L @ L.mH``, of factors that are Hermitian and positive definite.

@@ -1,0 +1,98 @@
+"""`row_counts`: first calls at new numbers of rows, with all the compiling in them, each problem in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+
+from benchmarks.kron.problems import label
+from benchmarks.registry import Apart, Benchmark, Call, Case, Contender, register
+
+PROBLEMS: Final = (((8,) * 5, "float32"), ((12, 40, 7), "float32"), ((64, 64), "bfloat16"), ((300, 451), "float32"), ((16,) * 4, "float64"))
+COUNTS: Final = {"forward": 40, "backward": 12}  # of numbers of rows
+MOST_ROWS: Final = 700
+CHILD_SECONDS: Final = 180.0
+OURS: Final = "fastkron_py"
+
+
+def first_calls(parameters: Mapping[str, Any], device: torch.device) -> list[float]:
+    """Seconds of one call at each of the numbers of rows."""
+    import fastkron_py
+
+    dtype, rows = getattr(torch, parameters["dtype"]), random.Random(0).sample(range(1, MOST_ROWS + 1), COUNTS[parameters["kind"]])
+    factors = [torch.randn(p, p, device=device).to(dtype) / p**0.5 for p in parameters["P"]]
+    needs_gradients, width = parameters["kind"] == "backward", torch.Size(parameters["P"]).numel()
+    found = []
+    for m in rows:
+        given = [t.requires_grad_(needs_gradients) for t in (torch.randn(m, width, device=device).to(dtype), *factors)]
+        dy = torch.randn(m, width, device=device).to(dtype)
+        start = time.perf_counter()
+        y = fastkron_py.kron_matmul(given[0], given[1:])
+        if needs_gradients:
+            torch.autograd.grad(y, given, dy)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def _in_child(parameters: dict[str, Any], device: torch.device) -> Mapping[str, Apart]:
+    """The same in a process with an empty cache of Triton's; a compile leaves one file of a kernel there."""
+    root = Path(__file__).resolve().parents[2]
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"TRITON_CACHE_DIR": cache}
+        environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "benchmarks.eager.row_counts", json.dumps(parameters), device.type]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS)
+        if done.returncode:
+            raise RuntimeError(f"the process ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+        seconds = json.loads(done.stdout.splitlines()[-1])
+        compiles = len(list(Path(cache).rglob("*.ttir")))
+    return {OURS: Apart(0.0, seconds, {"total": sum(seconds), "longest": max(seconds), "compiles": compiles})}
+
+
+def _elsewhere(_: Any) -> Call:
+    raise RuntimeError("runs in a process of its own")
+
+
+def _show(found: dict[str, Any], console: Console) -> None:
+    """Print one line for each problem."""
+    for case in found["cases"]:
+        of = case.get("details", {})
+        told = f"{of['total']:.2f} s in all, {of['longest']:.2f} s the longest call, {of['compiles']} compiles" if of else "failed"
+        console.print(f"{case['label']}: {told}", highlight=False, soft_wrap=True)
+
+
+def _case(ps: tuple[int, ...], dtype: str, kind: str) -> Case:
+    name = f"{COUNTS[kind]} row counts{label(1, ps, ps).removeprefix('1')} {dtype} {kind}"
+    return Case(name, {"P": list(ps), "dtype": dtype, "kind": kind}, dtype, 1.0, quick=ps == (64, 64))
+
+
+register(
+    Benchmark(
+        name="row_counts",
+        description="First calls at 40 new numbers of rows, 12 with backward: seconds, and how many kernels were compiled.",
+        device="cuda",
+        cases=[_case(ps, dtype, kind) for ps, dtype in PROBLEMS for kind in COUNTS],
+        contenders=[Contender(OURS, _elsewhere, is_ours=True)],
+        inputs=lambda parameters, device: None,
+        check=lambda problem, result: 0.0,
+        baseline=OURS,
+        apart=_in_child,
+        table=_show,
+    )
+)
+
+if __name__ == "__main__":
+    print(json.dumps(first_calls(json.loads(sys.argv[1]), torch.device(sys.argv[2]))))

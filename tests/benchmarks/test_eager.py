@@ -1,0 +1,113 @@
+"""The benchmark of eager calls: contenders agree with float64, and the tables of known times."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
+
+from benchmarks.__main__ import main
+from benchmarks.eager import calls, problems, row_counts
+from benchmarks.registry import Draw, registered
+
+CPU = torch.device("cpu")
+SMALL_LAYERS = [layer for layer in problems.LAYERS if layer not in problems.SMALL_BUT]
+PRODUCT = {"M": 7, "P": [3, 1, 4], "Q": [5, 2, 6], "dtype": "float32"}
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("of", [*SMALL_LAYERS, "right", "left"])
+def test_contenders_agree_with_float64(of: str, kind: str) -> None:
+    product = {**PRODUCT, "kind": kind, "left": of == "left"}
+    problem = problems.inputs(product if of in ("right", "left") else {"layer": of, "dtype": "float32", "kind": kind}, CPU)
+    for contender in registered()["eager"].contenders[:3]:
+        if contender.name == calls.IN_PLACE and problem.in_place is None:
+            with pytest.raises(NotImplementedError):
+                contender.prepare(problem)
+            continue
+        result = contender.prepare(problem)()
+        assert 0 < problems.error_of(problem, result) < problems.TOLERANCES["float32"]
+        assert problems.error_of(problem, result[:-1]) == math.inf
+        assert math.isnan(problems.error_of(problem, [t * math.nan for t in ([result] if isinstance(result, torch.Tensor) else result)]))
+
+
+def test_the_bare_function_launches_as_told() -> None:
+    launched: list[int] = []
+    x, f = (torch.ones(n, requires_grad=True) for n in (2, 3))
+    y = calls.Bare.apply(launched.append, (2, 5), torch.Size([4]), x, f)
+    assert y.shape == (4,)
+    assert launched == [2]
+    assert [t.shape for t in torch.autograd.grad(y, (x, f), torch.ones(4))] == [x.shape, f.shape]
+    assert launched == [2, 5]
+
+
+def test_rows_are_those_that_drawn_draws() -> None:
+    chosen, of_seeds = problems.chosen_cases(), problems.cases(Draw(3, 4, seeds=2), CPU)
+    assert of_seeds[: len(chosen)] == chosen
+    drawn = [case.parameters for seed in (3, 4) for case in problems.drawn.cases(Draw(seed, 4), CPU)]
+    assert [case.parameters for case in of_seeds[len(chosen) :]] == drawn
+    assert len({case.label for case in of_seeds}) == len(of_seeds)
+
+
+def row(label: str, parameters: dict[str, Any], *seconds: float | None) -> dict[str, Any]:
+    """A row of known times: ours, torch's, in place, ours in a graph."""
+    *times, graph = [None if s is None else {"median": s, "lower_quartile": s, "upper_quartile": s} for s in seconds]
+    results = [
+        {"contender": name, "times": t, "graph_times": graph}
+        for name, t in zip((calls.OURS, calls.TORCH, calls.IN_PLACE), times, strict=True)
+    ]
+    return {"label": label, "parameters": parameters, "results": results, "details": {"launches": (1, 3)}}
+
+
+def test_the_table_of_known_times() -> None:
+    one, two = {"P": [3], "kind": "forward"}, {"P": [3, 4], "kind": "backward"}
+    cases = [
+        row("0.0: a", one, 2e-5, 1e-5, 4e-5, 1e-6),
+        row("0.1: b", two, 1e-5, 4e-5, None, None),
+        row("chosen: c", two, 1e-5, 3e-5, 2e-5, None),
+        row("layer: d", {"layer": "d"}, None, 1e-5, None, None),
+    ]
+    assert calls.groups({"cases": cases}) == {"drawn, one factor": [0.5], "drawn, backward": [4.0], "chosen": [2.0]}
+    said = io.StringIO()
+    calls.show({"cases": cases}, Console(file=said))
+    lines = said.getvalue().splitlines()
+    assert lines[2].split()[:3] == ["0.1:", "b", "10"]  # the rows that are furthest behind come last
+    assert "1+3" in lines[2]
+    assert "drawn, one factor: 1 rows, geometric mean 0.50, worst 0.50, 1 below 0.95" in lines
+
+
+def test_a_run_on_the_cpu(tmp_path: Path) -> None:
+    arguments = [
+        "eager",
+        "row_counts",
+        "--device",
+        "cpu",
+        "--quick",
+        "--count",
+        "1",
+        "--only",
+        "16 x 8^2",
+        "--only",
+        "64^2",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main([*arguments, "--seconds", "2"]) == 0
+    found = json.loads((tmp_path / "eager.json").read_text())
+    assert [case["label"] for case in found["cases"]] == [f"chosen: 16 x 8^2 float32 {kind}" for kind in ("forward", "backward")]
+    assert [r["status"] for case in found["cases"] for r in case["results"]] == ["ok"] * 8
+    assert "distribution" not in found
+    counted = json.loads((tmp_path / "row_counts.json").read_text())["cases"]
+    assert [case["details"]["compiles"] for case in counted] == [0]  # torch's backend compiles nothing, and the second one had no time left
+
+
+def test_row_counts_differ() -> None:
+    assert len(row_counts.first_calls({"P": [2, 2], "dtype": "float32", "kind": "backward"}, CPU)) == row_counts.COUNTS["backward"]
