@@ -24,7 +24,7 @@ from fastkron_py.functional import (
     rational,
     tune,
 )
-from fastkron_py.runtime.backend import backend, set_backend
+from fastkron_py.runtime.backend import backend, host_time, set_backend
 
 __version__ = "0.1.0"
 
@@ -37,6 +37,7 @@ __all__ = [
     "gekmm",
     "gemkm",
     "hadamard",
+    "host_time",
     "kron_matmul",
     "kron_matmul_left",
     "kron_plan",

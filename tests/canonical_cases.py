@@ -117,6 +117,21 @@ def expected_gradients(dy, x, factors, alpha=1.0):
     return torch.autograd.grad(alpha * dense(inputs[0], inputs[1:]), inputs, in_double(dy))
 
 
+def force_products(monkeypatch, algorithm: str) -> None:
+    """Multiply by one algorithm from now on: "looped", "wgmma" where it can, "matmul" or "copying"."""
+    from types import SimpleNamespace
+
+    from fastkron_py.kron import forward, planner  # as above
+    from fastkron_py.kron.families import tile, torch_products
+
+    names = {"looped": ("tile",), "wgmma": ("wgmma", "tile", "narrow")}.get(algorithm, ("torch_products",))
+    monkeypatch.setattr(forward, "families_in_force", SimpleNamespace(get=lambda: names))
+    monkeypatch.setattr(torch_products, "multiply_algorithm", lambda *_: algorithm)
+    if algorithm == "wgmma":
+        planner.plan.cache_clear()
+        monkeypatch.setattr(tile, "looped_seconds", lambda mode: 1.0)
+
+
 def force_gradients(monkeypatch, algorithm: str) -> None:
     """Gradients of large factors by one algorithm from now on: "looped", "wgmma", "matmul" or "copying"."""
     from fastkron_py.kron import gradients  # as above

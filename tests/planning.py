@@ -27,4 +27,4 @@ def planned(
 ) -> list[Launch]:
     """The launches of least modelled time on a Hopper GPU; fields are those of a `Problem`."""
     shapes = list(zip(ps, ps if qs is None else qs, strict=True))
-    return list(plan(replace(contiguous_problem(shapes, rows, columns, dtype, HOPPER), **fields)))
+    return plan(replace(contiguous_problem(shapes, rows, columns, dtype, HOPPER), **fields)).launches

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest.mock import patch
@@ -20,11 +20,10 @@ from benchmarks.kron.drawn import check_draw, log_uniform
 from benchmarks.kron.problems import TOLERANCES
 from benchmarks.registry import Benchmark, Call, Case, Contender, Draw, register
 from fastkron_py.kron.plan.gradients import gradient_times
-from fastkron_py.kron.planner import multiply_times, plan
-from fastkron_py.kron.problem import Mode
 from fastkron_py.runtime.builder import Builder
 
 ALGORITHMS: Final = ("wgmma", "chained", "matmul", "copying", "looped")
+FAMILIES: Final = {"wgmma": "wgmma", "fragments": "chained", "tile": "looped"}  # algorithms
 DTYPES: Final = ("float32", "bfloat16", "float64")
 WIDTHS: Final = (33, 2500)
 MOST_ELEMENTS: Final = 20_000_000  # of the operand and of the result
@@ -42,21 +41,17 @@ class Inputs:
     @property
     def modelled(self) -> dict[str, float]:
         """Seconds of each algorithm by the closed form."""
-        mode, has_wgmma, family = _described(self)
-        return multiply_times(mode, has_wgmma, family, is_alone=True) if self.dy is None else gradient_times(mode, has_wgmma)
+        from fastkron_py.kron import forward  # imports Triton, as all that launches does
+        from fastkron_py.kron.families import offers, torch_products, wgmma
+        from fastkron_py.kron.planner import segment_of, widths_of
 
-
-def _described(inputs: Inputs) -> tuple[Mode, bool, bool]:
-    """The mode, whether the kernel for Hopper takes it, and whether the plan takes the register-chained one."""
-    from fastkron_py.kron import forward  # imports Triton, as all that launches does
-    from fastkron_py.kron.families import wgmma
-
-    x, (p, q) = inputs.x, inputs.factor.shape
-    after = x.shape[2]
-    problem = forward.multiply_problem(x.unsqueeze(0), [inputs.factor.unsqueeze(0)], x.device, "highest")
-    (launch,) = plan(problem)
-    has_wgmma = wgmma.takes(x.dtype, problem.gpu) and problem.allows(wgmma.name)
-    return problem.mode(1, after, p, q), has_wgmma, launch.family
+        problem = forward.multiply_problem(self.x.unsqueeze(0), [self.factor.unsqueeze(0)], self.x.device, "highest")
+        segment = segment_of(problem, 0, 1, widths_of(problem), True)
+        if self.dy is not None:
+            return gradient_times(segment.mode, wgmma.takes(self.x.dtype, problem.gpu) and problem.allows(wgmma.name))
+        made = {name: offer for name, offer in offers(segment).items() if name in FAMILIES and not isinstance(offer, str)}
+        own = {FAMILIES[name]: min([bid.seconds for bid in offer]) for name, offer in made.items()}
+        return own | torch_products.multiply_times(segment.mode)
 
 
 # ---- problems ----------------------------------------------------------------------------------
@@ -124,21 +119,20 @@ def forced(algorithm: str) -> Iterator[None]:
     Raises:
         NotImplementedError: no kernel has this name.
     """
-    from fastkron_py.kron import gradients, planner
-    from fastkron_py.kron.families import fragments, fragments_gradients, tile, tile_gradients, torch_products, wgmma
+    from fastkron_py import families
+    from fastkron_py.kron import gradients
+    from fastkron_py.kron.families import fragments_gradients, tile_gradients, torch_products, wgmma
 
     if algorithm not in ALGORITHMS:
         raise NotImplementedError(algorithm)
-    by_torch = algorithm in ("matmul", "copying")
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(planner, "has_choice", lambda *_: True))
-        stack.enter_context(patch.object(planner, "best_algorithm", lambda *_: algorithm if by_torch else "kernels"))
-        stack.enter_context(patch.object(tile, "looped_seconds", lambda _: math.inf if algorithm == "wgmma" else 0.0))
-        family = {"looped": tile_gradients, "wgmma": wgmma, "chained": fragments_gradients}.get(algorithm, torch_products)
-        stack.enter_context(patch.object(gradients, "chosen_family", lambda _: family))
-        stack.enter_context(patch.object(torch_products, "gradient_algorithm", lambda _: algorithm))
-        if algorithm != "chained":
-            stack.enter_context(patch.object(fragments, "takes", lambda *_: False))
+    (name,) = [name for name, own in FAMILIES.items() if own == algorithm] or [torch_products.name]
+    family = {"looped": tile_gradients, "wgmma": wgmma, "chained": fragments_gradients}.get(algorithm, torch_products)
+    with (
+        families(name),
+        patch.object(torch_products, "multiply_algorithm", lambda *_: algorithm),
+        patch.object(gradients, "chosen_family", lambda _: family),
+        patch.object(torch_products, "gradient_algorithm", lambda _: algorithm),
+    ):
         yield
 
 

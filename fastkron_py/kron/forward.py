@@ -19,7 +19,7 @@ from fastkron_py.kron.problem import LaunchProblem, Problem, Rows
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.table import tuned
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.backend import families_in_force
+from fastkron_py.runtime.backend import counts_host, families_in_force
 from fastkron_py.runtime.builder import Builder
 
 
@@ -85,7 +85,7 @@ def launch_problem(
 def launches_of(problem: Problem, choice: Choice | None) -> list[LaunchProblem]:
     """The launches of a multiply, in the order in which they run: those of a tuned choice, or of the plan."""
     shapes = [(s[-2], s[-1]) for s in problem.factor_shapes]
-    launches, places, transposed = choose(problem, () if choice is None else [one.as_launch(shapes) for one in choice.launches])
+    launches, places, transposed, *_ = choose(problem, () if choice is None else [one.as_launch(shapes) for one in choice.launches])
     (groups, rows, *_), found, x = problem.shape, list[LaunchProblem](), problem.x
     for launch, (before, after) in zip(launches, places, strict=True):
         width = before * launch.q * after
@@ -127,6 +127,7 @@ def multiply_problem(
         epilogue=epilogue,
         families=families_in_force.get(),
         missing=missing(x.dtype, gpu),
+        counts_host=counts_host(),
     )
 
 

@@ -24,7 +24,7 @@ from fastkron_py.kron.canonical import Scale
 from fastkron_py.kron.families import family_of, fragments, narrow, slice_pair, tile, wgmma
 from fastkron_py.kron.multiply import Multiply, fitted, scale_of
 from fastkron_py.kron.plan.steps import Launch
-from fastkron_py.kron.planner import IN_WHOLE, InBlocks, by_wgmma, places, plan, transposes
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks, places, plan, transposes
 from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, contiguous_problem
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import choose_backend
@@ -154,7 +154,7 @@ def _order(problem: Problem, parts: int) -> _Order:
     """The closed form's launches, or, where launches in place do and there are two others, with the first factor's between them."""
     shapes = problem.factor_shapes
     groups, _, width, columns = problem.shape
-    found = plan(replace(problem, shape=(groups, _PLANNED_ROWS, width, columns)))
+    found = tuple(plan(replace(problem, shape=(groups, _PLANNED_ROWS, width, columns))).launches)
     in_place = problem.dtype.itemsize >= _IN_PLACE_BYTES and len(found) >= _LEAST_IN_PLACE
     transposed = transposes(found, len(shapes), 1) and not in_place
     if not transposed:
@@ -203,8 +203,7 @@ def _steps(problem: Problem, blocks: int, outs: int) -> list[_Step]:
         times = parts if reads or writes else 1
         inner, outer = before * launch.p * after, before * launch.q * after
         x, y = (Rows(0, width // parts if apart else width, 1) for width, apart in ((inner, reads), (outer, writes)))
-        planned = by_wgmma(problem, launch, problem.mode(before // times, after, launch.p, launch.q))
-        made = launch_problem(problem, planned, (1, rows, before // times, after), transposed, before, x, y, i == last)
+        made = launch_problem(problem, launch, (1, rows, before // times, after), transposed, before, x, y, i == last)
         shift = (before if transposed else outer) // times
         found.append(_Step(made, times, reads, writes, inner // times, shift, outer))
     return found

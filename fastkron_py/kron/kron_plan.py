@@ -18,9 +18,10 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.gpu import NAMED
 
 if TYPE_CHECKING:
+    from fastkron_py.kron import planner
     from fastkron_py.kron.gradient_problem import GroupProblem
     from fastkron_py.kron.plan.steps import Launch
-    from fastkron_py.kron.problem import Candidate, Problem
+    from fastkron_py.kron.problem import Problem
 
 
 @contextlib.contextmanager
@@ -91,18 +92,25 @@ class Plan(NamedTuple):
         problem: what is multiplied, in words.
         launches: see `PlannedLaunch`.
         moves_to_front: each launch stores its modes ahead of all others; else modes stay in place.
+        seconds: modelled, on the device.
+        host_seconds: modelled, of the host; None for a backward pass.
     """
 
     problem: str
     launches: tuple[PlannedLaunch, ...]
     moves_to_front: bool
+    seconds: float
+    host_seconds: float | None = None
 
     def __str__(self) -> str:
         """Return the table, and what was in the way of families without an offer."""
         how = "modes are moved to the front" if self.moves_to_front else "modes stay in place"
         head = f"{'factors':9}{'steps':24} {'family':16}share  other families, by modelled cost"
         reasons = [f"{name} {why}" for launch in self.launches for name, why in launch.others.items() if isinstance(why, str)]
-        return "\n".join([f"{self.problem}; {how}", head, *map(str, self.launches), *dict.fromkeys(reasons)])
+        host = "" if self.host_seconds is None else f", host {1e6 * self.host_seconds:.0f} us"
+        return "\n".join(
+            [f"{self.problem}; {how}; device {1e6 * self.seconds:.0f} us{host}", head, *map(str, self.launches), *dict.fromkeys(reasons)]
+        )
 
 
 def kron_plan(
@@ -117,12 +125,11 @@ def kron_plan(
     """Return the plan of `kron_matmul` (left: `kron_matmul_left`): which launches multiply which factors, and what other families offered.
 
     With gradients it is the plan of the backward pass, for x and all factors: the groups of factors whose gradients are computed together,
-    in their order. What multiplies between groups is not listed. Costs are modelled seconds then, of the gradients and, of a group in one
-    kernel, of the next group's incoming gradient; one model serves the fused kernels of all families.
+    in their order. What multiplies between groups is not listed. Costs are those of the gradients and, of a group in one kernel, of the
+    next group's incoming gradient; one model serves the fused kernels of all families.
 
-    Nothing is multiplied, and no GPU is needed, but Triton. The modelled costs are what the planner compares: they are in proportion to
-    time for one problem, but are no seconds. A launch of one mode may pass to Hopper's kernel for large factors, or to torch's products,
-    after it is planned; its cost is then the least of those of the other families. Tuned choices are not looked up.
+    Nothing is multiplied, and no GPU is needed, but Triton. Costs are the modelled seconds that the planner compares: of the device, and of
+    the host, unless `host_time` says that these do not count. Tuned choices are not looked up.
 
     Args:
         x: ``[*batch, M, K]`` (left: ``[*batch, K, M]``), or its shape.
@@ -222,41 +229,40 @@ def _plan_of_gradients(x: Tensor, factors: Sequence[Tensor], left: bool, device:
         others = {f.name: bid if isinstance(bid, str) else bid / own for f, bid in priced.items() if f is not family}
         launches.append(PlannedLaunch(start, start + len(group.factor_shapes), steps, family.name, own, others))
     total = sum([launch.share for launch in launches])
-    return Plan(f"backward pass of {text}", tuple([launch._replace(share=launch.share / total) for launch in launches]), False)
+    shares = tuple([launch._replace(share=launch.share / total) for launch in launches])
+    return Plan(f"backward pass of {text}", shares, False, total)
 
 
 def _plan(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device, device_name: str) -> Plan:
     from fastkron_py.kron import forward
     from fastkron_py.kron.planner import choose
+    from fastkron_py.kron.rates import figure
     from fastkron_py.runtime.precision import resolved
 
     given, text = _problem(x, factors, left, device_name)
     x4 = given.x if forward.is_mergeable(given.x) else given.x.contiguous()
     problem = forward.with_whole_rows(forward.multiply_problem(x4, given.factors, device, resolved(None)), lambda: True)
-    launches, places, transposed = choose(problem)
-    priced = [_priced(problem, launch) for launch in launches]
-    total = sum([cost for cost, _ in priced])
-    rows = [_row(launch, cost / total, others) for launch, (cost, others) in zip(launches, priced, strict=True)]
-    return Plan(text, tuple(rows), transposed and any([place.before > 1 for place in places]))
+    made = choose(problem)
+    priced = [_priced(problem, made, number) for number in range(len(made.launches))]
+    total = sum([seconds for seconds, _ in priced])
+    rows = [_row(launch, own / total, others) for launch, (own, others) in zip(made.launches, priced, strict=True)]
+    moves = made.transposed and any([place.before > 1 for place in made.places])
+    return Plan(text, tuple(rows), moves, made.seconds, figure("host", problem.gpu, "call") + made.host)
 
 
 def _row(launch: Launch, share: float, others: dict[str, float | str]) -> PlannedLaunch:
     return PlannedLaunch(launch.start, launch.stop, tuple([(s.p, s.q) for s in launch.steps]), launch.family, share, others)
 
 
-def _priced(problem: Problem, launch: Launch) -> tuple[float, dict[str, float | str]]:
-    """The modelled cost of a launch, and how many times that of other families is, or what is in their way."""
+def _priced(problem: Problem, made: planner.Plan, number: int) -> tuple[float, dict[str, float | str]]:
+    """The modelled seconds of a launch where it stands, and how many times that of other families is, or what is in their way."""
     from fastkron_py.kron.families import offers
-    from fastkron_py.kron.planner import segment_of, widths_of
+    from fastkron_py.kron.planner import placed_segment, widths_of
 
-    in_place = (False, True) if problem.half else (False,)
-    found = [offers(segment_of(problem, launch.start, launch.stop, widths_of(problem), placed)) for placed in in_place]
-    costs = {name: [cost for made in found for cost, _ in _offered(made[name])] for name in found[-1]}
-    own = [cost for made in found for cost, other in _offered(made[launch.family]) if other.shifted(launch.start) == launch]
-    cost = min(own or [cost for made in costs.values() for cost in made]) + problem.launch_cost
-    others = {name: (min(costs[name]) + problem.launch_cost) / cost if costs[name] else str(offer) for name, offer in found[-1].items()}
-    return cost, {name: value for name, value in others.items() if name != launch.family}
-
-
-def _offered(offer: list[Candidate] | str) -> list[Candidate]:
-    return [] if isinstance(offer, str) else offer
+    launch, is_final = made.launches[number], number + 1 == len(made.launches)
+    segment = placed_segment(problem, launch.start, launch.stop, made.places[number], widths_of(problem), not made.transposed, is_final)
+    found = offers(segment)
+    bids = {name: [] if isinstance(offer, str) else offer for name, offer in found.items()}
+    own = min([bid.seconds for bid in bids[launch.family] if bid.launch.shifted(launch.start) == launch])
+    others = {name: min([bid.seconds for bid in bids[name]]) / own if bids[name] else str(offer) for name, offer in found.items()}
+    return own, {name: value for name, value in others.items() if name != launch.family}

@@ -39,21 +39,28 @@ _GEMM: Final = Gemm(epilogue_axpby, divisible=True)
 
 
 def add_products(
-    build: Builder, problem: LaunchProblem, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale
+    build: Builder,
+    problem: LaunchProblem,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    z: Tensor | None,
+    y: Tensor | None,
+    scale: Scale,
+    algorithm: str,
 ) -> Tensor:
-    """Add one mode of a multiply by torch's products to a program; see `problem.add_launch`.
+    """Add one mode of a multiply by torch's products to a program, by this algorithm; see `problem.add_launch`.
 
     An epilogue by which z scales is an operation of its own, in place.
     """
     if problem.epilogue.scales_by is not None and z is not None:
-        y = add_products(build, replace(problem, epilogue=epilogues.PLAIN), x, factors, None, y, scale)
+        y = add_products(build, replace(problem, epilogue=epilogues.PLAIN), x, factors, None, y, scale, algorithm)
         add_scaling(build, y, z, problem.epilogue.scales_by)
         return y
     factor, after = factors[problem.launch.start], problem.shape[3]
     scale = PLAIN if problem.epilogue is epilogues.PLAIN else scale
     groups, p, q = factor.shape
     x, is_conj = build.reshape(x, (groups, -1, p, after)), factor.is_conj()  # which a copy's memory does not tell
-    in_place = problem.launch.config == "matmul"
+    in_place = algorithm == "matmul"
     if in_place:
         factor = _aligned_factor(build, factor, after)
         is_one = after == 1 or groups == 1

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch
-from fastkron_py.runtime.gpu import GPU
+from fastkron_py.kron.rates import figure
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.launch import Launcher
 
-LAUNCH_BYTES: Final = 12e6  # a launch costs about as much as moving them
+MICROSECOND: Final = 1e-6
+WORD: Final = 4  # bytes
+CACHE_BYTES: Final = 32e6  # of what a launch reads and writes stay in an L2 cache, about
+VECTOR_BYTES: Final = 16  # that a thread loads or stores at once
 BLOCK_K: Final = 32  # terms of a step of the kernel for large factors: a producer's registers hold a tile, and the next one
-LAUNCH: Final = 3e-6  # seconds between two launches that wait for each other
 
 _Strides = tuple[int, int, int, int, int]
 
@@ -91,6 +94,7 @@ class Problem:
         epilogue: of the last launch, if there is a z.
         families: that may multiply; none for all.
         missing: families whose kernels this Triton cannot compile.
+        counts_host: the host's time counts: what a caller waits for, if it is longer than the device's.
     """
 
     shape: tuple[int, int, int, int]
@@ -110,6 +114,7 @@ class Problem:
     epilogue: StoreEpilogue | None = None
     families: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    counts_host: bool = False
 
     def allows(self, family: str) -> bool:
         """Whether a family may multiply."""
@@ -150,10 +155,10 @@ class Problem:
         """The name of a half type that tensor cores take from shared memory, else ""."""
         return str(self.dtype).removeprefix("torch.") if self.gpu.has_wgmma and self.gpu.has_shared_operands and self.itemsize == 2 else ""
 
-    @cached_property
-    def launch_cost(self) -> float:
-        """Modelled time of a launch for each row and column: as much as moving LAUNCH_BYTES."""
-        return LAUNCH_BYTES / (self.itemsize * self.parts) / max(1, self.rows * self.after)
+    @property
+    def ends_with_last(self) -> bool:
+        """Whether the last modes are multiplied last, because z has a stride of its own between columns (see `Rows`)."""
+        return self.z is not None and self.z.column is not None
 
     def mode(self, before: int, after: int, p: int, q: int) -> Mode:
         """One mode between this many elements of a row, multiplied by a factor p x q."""
@@ -180,42 +185,55 @@ class Segment(NamedTuple):
         problem: the multiply.
         ps: rows of its factors.
         qs: their columns.
-        ahead: elements before its modes, as if nothing earlier were done yet.
-        behind: elements after them, but for columns, as if all later factors were done.
+        before: elements of a row before its modes when they are multiplied.
+        after: elements after them; 1 to the front, where x is read in runs of memory.
+        in_place: the launches leave modes in place; else each moves its own ahead of all others.
         is_first: no factor comes before.
         is_last: nothing comes after its modes, so that a slice is one run of memory.
+        is_final: no other launch comes later, so that it adds z.
         widths: in real numbers, up to which neighbours may be formed, outside of the register-resident kernel.
-        in_place: all launches leave modes in place, so that the last one may be of a family that holds whole slices.
     """
 
     problem: Problem
     ps: tuple[int, ...]
     qs: tuple[int, ...]
-    ahead: int
-    behind: int
+    before: int
+    after: int
+    in_place: bool
     is_first: bool
     is_last: bool
+    is_final: bool
     widths: tuple[int, ...]
-    in_place: bool
 
     @property
-    def outside(self) -> int:
-        """Slices for each row and column."""
-        return self.ahead * self.behind
-
-    @property
-    def after(self) -> int:
-        """Elements after its modes."""
-        return self.behind * self.problem.after
-
-    @property
-    def moved(self) -> int:
-        """Elements that are read and written, for each row and column."""
-        return self.outside * (math.prod(self.ps) + math.prod(self.qs))
+    def mode(self) -> Mode:
+        """Its factors as one mode."""
+        adds, others = self.is_final and self.problem.z is not None, 0 if self.in_place else self.before
+        found = self.problem.mode(self.before, self.after, math.prod(self.ps), math.prod(self.qs))
+        return found._replace(adds=adds, to_front=others)
 
 
-Candidate = tuple[float, Launch]
-"""An offer: the modelled cost for each row and column, but for the launch itself, and the launch."""
+class HostWork(NamedTuple):
+    """What the host does for a launch: launches of kernels, calls of torch's products, and buffers that it allocates."""
+
+    launches: int = 1
+    products: int = 0
+    buffers: int = 1
+
+    def seconds(self, gpu: GPU) -> float:
+        """Seconds that it takes: constants of the GPU's file, which are not measured at run time."""
+        launches, products, buffers = [
+            count * figure("host", gpu, what) for count, what in zip(self, ("launch", "product", "buffer"), strict=True)
+        ]
+        return launches + products + buffers
+
+
+class Offer(NamedTuple):
+    """A family's bid for a segment: modelled seconds on the device, the launch, and the host's work for it."""
+
+    seconds: float
+    launch: Launch
+    host: HostWork = HostWork()
 
 
 class Mode(NamedTuple):
@@ -231,6 +249,7 @@ class Mode(NamedTuple):
         passes: over the tensor cores; 3 for float32 as such, 1 for TF32 and other dtypes.
         gpu: that it runs on.
         adds: whether z is added to the result.
+        to_front: elements of a row beside the mode, if the result has it ahead of them; 0 if it stays in place.
     """
 
     batches: int
@@ -242,6 +261,7 @@ class Mode(NamedTuple):
     passes: int
     gpu: GPU
     adds: bool = False
+    to_front: int = 0
 
     @property
     def slices(self) -> int:
@@ -262,6 +282,80 @@ class Mode(NamedTuple):
         """Seconds to read the operand and write the result this many times, with the factors."""
         moved = passes * self.slices * (self.p + self.q) + self.p * self.q
         return self.batches * moved * self.itemsize / self.gpu.bandwidth
+
+    @property
+    def wait(self) -> float:
+        """Seconds between two launches that wait for each other."""
+        return figure("launch", self.gpu, "wait")
+
+    @property
+    def at_once(self) -> int:
+        """Multiprocessors that share the work, as models of time see them."""
+        return self.gpu.modelled_multiprocessors
+
+    def rounds(self, tiles: int, programs_per_sm: int) -> tuple[int, float]:
+        """Tiles that a program takes one after the other, and those that a multiprocessor takes, of all tiles."""
+        programs = min(tiles, self.at_once * programs_per_sm)
+        turns = ceil(tiles, programs)
+        return turns, turns * max(1.0, programs / self.at_once)
+
+    def operating(self, operations: float) -> float:
+        """Seconds of this number of operations of a multiprocessor's tensor cores."""
+        return operations * self.passes * self.at_once / self.gpu.rate(self.itemsize)
+
+    def moving(self, elements: float) -> float:
+        """Seconds in which a multiprocessor moves this number of elements, if all do."""
+        return elements * self.itemsize * self.at_once / self.gpu.bandwidth
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether runs of x are whole vectors."""
+        return (self.p if self.after == 1 else self.after) * self.itemsize % VECTOR_BYTES == 0
+
+    @property
+    def streamed(self) -> float:
+        """Seconds to move what does not stay in the cache, at the least."""
+        moved = self.batches * self.slices * (self.p + self.q) * self.itemsize
+        return max(0.0, moved - CACHE_BYTES) / self.gpu.bandwidth
+
+    def moves(self, block_s: int, run: int) -> dict[str, float]:
+        """The quantities that a launch of tiles has in common with all others, in seconds: what it reads of x and writes of the result.
+
+        Args:
+            block_s: slices of a tile.
+            run: slices of it that are one run of memory wherever it begins, if something comes after the mode.
+
+        Returns:
+            "start" and "bytes"; "streamed", what does not fit into the cache; "elements", of which 16-bit ones need as many
+            instructions; "addresses", by which loads and stores of less
+            than 16 bytes are more; "sectors", of runs that share these with others; "in_place" and "crossing", bytes and elements that
+            are moved where something comes after the mode, and where tiles cross runs.
+        """
+        read, written = (self.batches * self.slices * side * self.itemsize / self.gpu.bandwidth for side in (self.p, self.q))
+        small, elements = self.itemsize < WORD, WORD * (read + written) / self.itemsize
+        found = {"start": MICROSECOND, "bytes": read + written, "streamed": self.streamed, "elements": elements if small else 0.0}
+        if self.after > 1:
+            addresses, sectors, crosses = self._runs(block_s, run, self.after)
+            moved = read + written
+            return found | {
+                "addresses": moved * addresses,
+                "sectors": moved * sectors,
+                "in_place": moved,
+                "crossing": elements if crosses else 0.0,
+            }
+        loads, stores = (VECTOR_BYTES / math.gcd(side * self.itemsize, VECTOR_BYTES) - 1 for side in (self.p, self.q))
+        if not self.to_front:
+            return found | {"addresses": read * loads + written * stores}
+        stores, sectors, crosses = self._runs(block_s, math.gcd(self.to_front, block_s), self.to_front)
+        crossing = WORD * written / self.itemsize if crosses else 0.0
+        return found | {"addresses": read * loads + written * stores, "sectors": written * sectors, "crossing": crossing}
+
+    def _runs(self, block_s: int, run: int, length: int) -> tuple[float, float, bool]:
+        """Loads and sectors, as shares, that tiles of runs take more than whole vectors and whole sectors; whether they cross runs."""
+        nbytes, crosses = run * self.itemsize, run < block_s
+        vector = min(VECTOR_BYTES, nbytes) if crosses else VECTOR_BYTES
+        is_whole = nbytes % SECTOR_BYTES == 0 and length * self.itemsize % SECTOR_BYTES == 0
+        return VECTOR_BYTES / vector - 1, 0.0 if is_whole else SECTOR_BYTES / nbytes, crosses
 
     def result_seconds(self, passes: float) -> float:
         """Seconds to read or write the result this many times."""

@@ -228,7 +228,8 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
     pairs = [pair for pair in slice_pair.slice_pairs(ps, qs, 0, len(factors)) if kind != "int4" or pair[1].q % 2 == 0]
     if not pairs:
         return None
-    launch = Launch(min(pairs, key=lambda pair: slice_pair.slice_pair_cost(pair, 1.0)), slice_pair.name)
+    mode = whole.mode(1, 1, math.prod(ps), math.prod(qs))
+    launch = Launch(min(pairs, key=lambda pair: slice_pair.seconds(mode, pair)), slice_pair.name)
     rows, width = x.shape[1], launch.q // (2 if kind == "int4" else 1)
     made = LaunchProblem(
         launch,

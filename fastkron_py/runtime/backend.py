@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fastkron_py.runtime.errors import type_error, value_error
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 BACKENDS: Final = ("auto", "triton", "torch")
 # AMD's GPUs, by the beginning of their names. The second ones have no matrix cores for other products, which then spill kilobytes
@@ -28,6 +28,39 @@ _default = "auto"
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("fastkron_py_backend", default=None)
 families_in_force: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("fastkron_py_families", default=())
 """The families of kernels that may multiply in this thread, as `kron.kron_plan.families` sets them; none for all."""
+_counts_host = [True]  # of the whole process, since backward passes run in threads of autograd's
+
+
+def counts_host() -> bool:
+    """Whether plans count the host's time."""
+    return _counts_host[-1]
+
+
+@contextlib.contextmanager
+def host_time(counts: bool) -> Iterator[None]:
+    """Plan for the device's time alone inside a ``with`` block of False, in all threads of the process.
+
+    By default a plan is chosen for eager calls, which wait for the host or for the device, whichever takes longer: of few small launches.
+    A CUDA graph's replay does not wait for the host. Put the block around both the warm-up calls and the capture, so that the capture
+    finds the programs that the warm-up compiled.
+
+    Args:
+        counts: whether the host's time counts.
+
+    Raises:
+        TypeError: not a bool.
+
+    Example:
+        >>> with fastkron_py.host_time(False):
+        ...     y = fastkron_py.kron_matmul(torch.ones(3, 6), [torch.eye(2), torch.eye(3)])
+    """
+    if not isinstance(counts, bool):
+        raise type_error("counts", "a bool", type_name(counts))
+    _counts_host.append(counts)
+    try:
+        yield
+    finally:
+        _counts_host.pop()
 
 
 def _check(name: str) -> str:

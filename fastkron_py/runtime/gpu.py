@@ -30,6 +30,7 @@ class GPU:
         float64_rate: of tensor cores on float64.
         float32_rate: of products in float32 without tensor cores.
         instruction_rate: instructions a second of one multiprocessor, those of all its lanes counted.
+        rates: the file of `kron.rates` with what its kernels reach of these figures.
         is_measured: whether kernels were timed on it; else its rates and bandwidth are estimated from its data sheet.
         has_wgmma: a warpgroup's tensor cores multiply operands in shared memory, as kernels in Gluon need.
         has_shared_operands: tensor cores read operands from shared memory; else from registers, which then hold fewer sums.
@@ -51,6 +52,7 @@ class GPU:
     float64_rate: float
     float32_rate: float
     instruction_rate: float
+    rates: str = "hopper"
     is_measured: bool = False
     has_wgmma: bool = False
     has_shared_operands: bool = False
@@ -59,6 +61,11 @@ class GPU:
     has_overlap: bool = False
     has_approximations: bool = False
     has_staged_sums: bool = False
+
+    @property
+    def modelled_multiprocessors(self) -> int:
+        """Those that models of time count with: the interpreter has few programs, but takes the launches of a Hopper GPU."""
+        return self.multiprocessors if self.name != "interpreter" else HOPPER.multiprocessors
 
     def rate(self, itemsize: int) -> float:
         """Operations a second of tensor cores on operands of this many bytes."""

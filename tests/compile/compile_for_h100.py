@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -155,11 +156,13 @@ def unguarded_stores(cubin: bytes) -> int:
 
 
 def choose_algorithm(algorithm: str) -> None:
-    """Multiply modes of wide factors by this algorithm, where the plan does not take the register-chained kernel."""
-    from fastkron_py.kron import gradients, planner
-    from fastkron_py.kron.families import fragments_gradients, tile, tile_gradients, torch_products, wgmma
+    """Take this algorithm for gradients of wide factors, and, but for torch's product in place, the family that has it for products."""
+    from fastkron_py.kron import forward, gradients
+    from fastkron_py.kron.families import fragments_gradients, tile_gradients, torch_products, wgmma
 
-    planner.best_algorithm = lambda mode, has_wgmma, family, is_alone: "chained" if family == "fragments" else algorithm  # type: ignore[assignment]
+    names = {"wgmma": ("wgmma",), "looped": ("tile",), "copying": ("torch_products",)}.get(algorithm, ())
+    forward.families_in_force = SimpleNamespace(get=lambda: names)  # type: ignore[assignment]
+    torch_products.multiply_algorithm = lambda *_: algorithm  # type: ignore[assignment]
     family = {"looped": tile_gradients, "wgmma": wgmma}.get(algorithm, torch_products)
     chosen = gradients.chosen_family
 
@@ -170,7 +173,6 @@ def choose_algorithm(algorithm: str) -> None:
 
     gradients.chosen_family = chosen_family
     torch_products.gradient_algorithm = lambda mode: algorithm  # type: ignore[assignment]
-    tile.looped_seconds = lambda mode: math.inf if algorithm == "wgmma" else 0.0  # type: ignore[assignment]
 
 
 def take_points(dtype: torch.dtype, shape: tuple[int, ...], dim: int) -> None:

@@ -7,11 +7,10 @@ import random
 
 import pytest
 import torch
-from canonical_cases import force_gradients
+from canonical_cases import force_gradients, force_products
 
 import fastkron_py
 from fastkron_py import functional
-from fastkron_py.kron import planner
 from fastkron_py.tiling.torch_products import by_parts
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +65,7 @@ def last_terms(terms: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("algorithm", ["matmul", "copying"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_gradients_of_factors(dtype: torch.dtype, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "best_algorithm", lambda *_: algorithm)
+    force_products(monkeypatch, algorithm)
     force_gradients(monkeypatch, algorithm)
     for p, q, terms in WRONG + sizes(1, 40, 60_000):
         x, dy = last_terms(terms, p, dtype), torch.ones(terms, q, device=DEVICE, dtype=dtype)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from canonical_cases import backward, by_factors, force_gradients, multiply, problem
+from canonical_cases import backward, by_factors, force_gradients, force_products, multiply, problem
 
-from fastkron_py.kron import planner
-from fastkron_py.kron.families import tile, wgmma
+from fastkron_py.kron.families import wgmma
 from fastkron_py.runtime.device import gpu_of
 from fastkron_py.testing import assert_close
 
@@ -38,9 +35,8 @@ ALGORITHMS = ("wgmma", "matmul", "copying", "looped")
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
-    monkeypatch.setattr(planner, "best_algorithm", lambda *_: algorithm)
+    force_products(monkeypatch, algorithm)
     force_gradients(monkeypatch, algorithm)
-    monkeypatch.setattr(tile, "looped_seconds", lambda mode: math.inf if algorithm == "wgmma" else 0.0)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from canonical_cases import dense, multiply, problem, watch_kernels
+from canonical_cases import dense, force_products, multiply, problem, watch_kernels
 
-from fastkron_py.kron import planner
-from fastkron_py.kron.families.torch_products import takes_gemm
-from fastkron_py.kron.planner import best_algorithm
-from fastkron_py.kron.problem import Mode
+from fastkron_py.kron.families import torch_products
+from fastkron_py.kron.families.torch_products import multiply_algorithm, takes_gemm
+from fastkron_py.kron.kernels.epilogues import AXPBY, TIMES
+from fastkron_py.kron.planner import segment_of
+from fastkron_py.kron.problem import Mode, Rows, contiguous_problem
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
 
@@ -29,7 +32,8 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_products(shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype, is_transposed in ((torch.bfloat16, False), (torch.float16, True)):
-        monkeypatch.setattr(planner, "best_algorithm", _algorithm)
+        force_products(monkeypatch, "matmul")
+        monkeypatch.setattr(torch_products, "multiply_algorithm", _algorithm)
         names = watch_kernels(monkeypatch)
         torch.manual_seed(0)
         x, factors = problem(dtype, device, *shape)
@@ -49,7 +53,14 @@ def test_products(shape: tuple, device: torch.device, monkeypatch: pytest.Monkey
 def test_z_decides() -> None:
     """On an H200 torch's product took 35 us and its copy of z 20 for 131072 x 32 to 160."""
     mode = Mode(1, 131072, 1, 32, 160, 2, 1, HOPPER)
-    assert best_algorithm(mode, True) == "matmul"
-    assert best_algorithm(mode._replace(adds=True), True) == "gemm"
-    assert best_algorithm(mode._replace(adds=True, p=33), True) != "gemm"
-    assert best_algorithm(mode._replace(adds=True, gpu=nvidia(8, 0)), False) != "gemm"
+    assert multiply_algorithm(mode) == "matmul"
+    assert multiply_algorithm(mode._replace(adds=True)) == "gemm"
+    assert multiply_algorithm(mode._replace(adds=True, p=33)) != "gemm"
+    assert multiply_algorithm(mode._replace(adds=True, gpu=nvidia(8, 0))) != "gemm"
+
+
+def test_z_that_scales_is_not_added() -> None:
+    problem = replace(contiguous_problem([(32, 160)], 131072, 1, torch.bfloat16, HOPPER), z=Rows(0, 160, 1))
+    for epilogue, taken in ((AXPBY, True), (TIMES, False)):
+        offers = torch_products.offers(segment_of(replace(problem, epilogue=epilogue), 0, 1, (64,), True))
+        assert ("gemm" in [offer.launch.config for offer in offers]) is taken

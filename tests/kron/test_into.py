@@ -15,7 +15,7 @@ from fastkron_py import reference
 from fastkron_py.kron import into as kron_into
 from fastkron_py.kron.into import gradients_into, multiply_into, planned_in_blocks
 from fastkron_py.kron.plan.steps import Launch, Step
-from fastkron_py.kron.planner import InBlocks
+from fastkron_py.kron.planner import InBlocks, Plan
 from fastkron_py.kron.problem import Problem
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
@@ -31,9 +31,9 @@ SHAPES = {  # sizes, blocks, and what is expected of launches for one factor eac
 }
 
 
-def one_by_one(problem: Problem) -> tuple[Launch, ...]:
+def one_by_one(problem: Problem) -> Plan:
     """A launch for each factor, as large ones have it."""
-    return tuple(Launch((Step(i, i + 1, p, q),)) for i, (p, q) in reversed([*enumerate(problem.shapes)]))
+    return Plan([Launch((Step(i, i + 1, p, q),)) for i, (p, q) in reversed([*enumerate(problem.shapes)])], [], False)
 
 
 @pytest.fixture(autouse=True)
@@ -112,10 +112,10 @@ def test_a_16_bit_product_reads_blocks_by_launches_that_transpose(device: torch.
         assert_close(y, product(x, factors), steps=3)
 
 
-def pair_first(problem: Problem) -> tuple[Launch, ...]:
+def pair_first(problem: Problem) -> Plan:
     """Two steps on one slice, then a launch for each other factor, as bfloat16 has it on Hopper."""
     steps = [Step(i, i + 1, p, q) for i, (p, q) in enumerate(problem.shapes)]
-    return Launch((steps[-2], steps[-1]), "slice_pair"), *[Launch((step,)) for step in steps[-3::-1]]
+    return Plan([Launch((steps[-2], steps[-1]), "slice_pair"), *[Launch((step,)) for step in steps[-3::-1]]], [], False)
 
 
 @pytest.mark.parametrize("sizes", [((4, 6), (3, 2), (40, 36), (36, 40)), ((8, 4), (40, 36), (36, 40))], ids=len)

@@ -54,7 +54,7 @@ LARGE = ("eight in the middle, in two turns",)  # takes the interpreter half a m
 @pytest.fixture(autouse=True)
 def paired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that are launched; half types take this kernel on any device, however few rows there are."""
-    monkeypatch.setattr(slice_pair, "LOADING", 0.0)
+    monkeypatch.setattr(slice_pair, "slice_pair_start", lambda *_: 0.0)
     monkeypatch.setattr(Problem, "half", property(lambda self: str(self.dtype).removeprefix("torch.")))
     monkeypatch.setattr(whole_row, "may_take", lambda problem: False)
     plan.cache_clear()

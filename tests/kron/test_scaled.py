@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from canonical_cases import CASES, DTYPES, dense, in_double, multiply, problem, rounding_steps, watch_kernels
+from canonical_cases import CASES, DTYPES, dense, force_products, in_double, multiply, problem, rounding_steps, watch_kernels
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py.kron import planner
 from fastkron_py.kron.scaled import kron_scaled, multiply_scaled
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
@@ -77,7 +76,7 @@ def test_scaling_takes_no_pass_of_its_own(device: torch.device, monkeypatch: pyt
 
 @pytest.mark.parametrize("algorithm", ["matmul", "copying"])
 def test_products_by_torch_are_scaled_in_place(algorithm: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "best_algorithm", lambda *given: algorithm)
+    force_products(monkeypatch, algorithm)
     x, factors = problem(torch.float32, device, 1, 3, (66, 65), (66, 65), 2)  # wide: one launch each
     z = _divisor(66 * 65, 1).float().to(device)
     for divides in (False, True):

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fastkron_py.kron.plan.steps import Launch
-from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment
+from fastkron_py.kron.problem import LaunchProblem, Offer, Problem, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Family(Protocol):
 
     Attributes:
         name: of the family, by which a `Launch` names it.
-        order: of offers of equal cost, that of the family with the lower number is taken.
+        order: of offers of about equal seconds, that of the family with the lower number is taken; with the same one, the faster.
         moves_to_front: whether its launches may store their modes ahead of all others; else modes stay in place.
     """
 
@@ -49,8 +49,8 @@ class Family(Protocol):
     def refusal(self, problem: Problem) -> str | None:
         """Return what is in the way of any offer: a GPU, a dtype, or where x lies."""
 
-    def candidates(self, segment: Segment) -> list[Candidate] | str:
-        """Return launches of all of a segment, each with its modelled cost, or what is in the way."""
+    def offers(self, segment: Segment) -> list[Offer] | str:
+        """Return launches of all of a segment, each with its modelled seconds, or what is in the way."""
 
     def launch_configs(self, problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
         """Return the configurations of a launch in order of preference: a tuned one, if there is one, then the closed form's."""
@@ -116,10 +116,10 @@ def family_of(launch: Launch) -> Family:
     return BY_NAME[launch.family]
 
 
-def offers(segment: Segment) -> dict[str, list[Candidate] | str]:
+def offers(segment: Segment) -> dict[str, list[Offer] | str]:
     """Return the offers of the families that may make some, by name, or what is in their way."""
     problem = segment.problem
-    return {family.name: family.refusal(problem) or family.candidates(segment) for family in asked(problem)}
+    return {family.name: family.refusal(problem) or family.offers(segment) for family in asked(problem)}
 
 
 def asked(problem: Problem) -> list[Family]:

@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch, Step
-from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment, add_launch
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
+from fastkron_py.kron.rates import priced
 
 if TYPE_CHECKING:
     import torch
@@ -173,7 +174,7 @@ def _ends_transform(phase: Phase, vector: int) -> bool:
 # ---- small factors --------------------------------------------------------------------------------
 
 name: Final = "small_factors"
-order: Final = 40
+order: Final = 0
 moves_to_front: Final = True
 add: Final = add_launch
 
@@ -182,14 +183,7 @@ _LONGEST: Final = {SINGLE: 14, DOUBLE: 13}  # bits of a row, by bytes of an elem
 _VALUES: Final = {SINGLE: 6, DOUBLE: 5}  # bits of a thread's elements
 _LEAST_BITS: Final = 8  # of a row: shorter ones are one factor of the other kernels, multiplied out
 _LARGE_TILE: Final = 13  # bits that leave room for few tiles on a multiprocessor
-# Readings and writings that a launch takes, by bytes of an element, with these sums of products for an element: up to 24, up to 32 (in
-# float64 with factors of 8), and the same of large tiles. Measured on an H200.
-_PASSES: Final = {SINGLE: (1.07, 1.25, 1.5, 1.9), DOUBLE: (1.1, 1.4, 2.3, 2.3)}
-_LIGHT_PRODUCTS, _LIGHT_LARGE_PRODUCTS = 24, 28
-# In the plan's units the register-resident kernel takes 1.05 where it was measured at 1.46, and the plain one 1.1 at 1.17.
-_UNITS: Final = {SINGLE: 0.72, DOUBLE: 0.95}
-# Launches until the first tiles are multiplied, by bytes of an element: with factors of 2 and 4, and with one of 8.
-_START: Final = {SINGLE: (0.15, 1.0), DOUBLE: (0.0, 0.5)}
+_LIGHT_PRODUCTS, _LIGHT_LARGE_PRODUCTS = 24, 28  # sums of products for an element that memory hides, in large tiles too
 
 
 class Group(NamedTuple):
@@ -225,23 +219,19 @@ def takes_small_factors(ps: Sequence[int], qs: Sequence[int], itemsize: int) -> 
     return is_small and itemsize in _LONGEST and sum([_width(p) for p in ps]) <= _LONGEST[itemsize]
 
 
-def small_factors_cost(ps: Sequence[int], itemsize: int, moved: float, launch: float) -> float:
-    """Modelled time, in units of moving one element once.
-
-    Args:
-        ps: sizes of the factors.
-        itemsize: bytes of an element.
-        moved: elements that are read and written.
-        launch: time of a launch.
-    """
-    bits, products, has_eights = sum([_width(p) for p in ps]), sum(ps), max(ps) == max(SIZES)
-    if bits < _LEAST_BITS:
-        return math.inf
-    if bits >= _LARGE_TILE:
-        heavy = 2 + (products > _LIGHT_LARGE_PRODUCTS)
-    else:
-        heavy = int(products > _LIGHT_PRODUCTS or (itemsize == DOUBLE and min(ps) == max(SIZES)))
-    return _UNITS[itemsize] * _PASSES[itemsize][heavy] * moved + _START[itemsize][has_eights] * launch
+def quantities(mode: Mode, ps: Sequence[int]) -> dict[str, float]:
+    """Those of a launch: memory hides the products of light tiles, and large ones leave room for few on a multiprocessor."""
+    products, is_large = sum(ps), sum([_width(p) for p in ps]) >= _LARGE_TILE
+    is_heavy = products > (_LIGHT_LARGE_PRODUCTS if is_large else _LIGHT_PRODUCTS)
+    moved = mode.moves(1, 1)["bytes"]
+    return {
+        "start": MICROSECOND,
+        "streamed": mode.streamed,
+        "wide_start": MICROSECOND if max(ps) == max(SIZES) else 0.0,
+        "bytes": moved,
+        "large": moved if is_large else 0.0,
+        "heavy": moved if is_heavy else 0.0,
+    }
 
 
 @lru_cache(maxsize=256)
@@ -326,14 +316,15 @@ def refusal(problem: Problem) -> str | None:
     return "takes float32 in full precision and float64, on GPUs that it was timed on"
 
 
-def candidates(segment: Segment) -> list[Candidate] | str:
+def offers(segment: Segment) -> list[Offer] | str:
     """All factors at once."""
     problem, ps = segment.problem, segment.ps
-    is_all = segment.is_first and segment.is_last and problem.before == 1
-    if not is_all or not takes_small_factors(ps, segment.qs, problem.itemsize):
+    if not (segment.is_first and segment.is_last) or not takes_small_factors(ps, segment.qs, problem.itemsize):
         return f"takes all factors at once, which are square, of {SIZES} rows, and rows of up to 2^{_LONGEST[problem.itemsize]} elements"
-    cost = small_factors_cost(ps, problem.itemsize, float(segment.moved), problem.launch_cost)
-    return [(cost, Launch(tuple([Step.of(ps, segment.qs, i, i + 1) for i in range(len(ps))]), name))]
+    if sum([_width(p) for p in ps]) < _LEAST_BITS:
+        return f"takes rows of at least 2^{_LEAST_BITS} elements"
+    seconds = priced(name, problem.gpu, problem.itemsize, quantities(segment.mode, ps))
+    return [Offer(seconds, Launch(tuple([Step.of(ps, segment.qs, i, i + 1) for i in range(len(ps))]), name))]
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:

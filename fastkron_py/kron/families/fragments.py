@@ -16,8 +16,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits_of, without
-from fastkron_py.kron.plan.steps import Launch, Step, balanced, merged, narrow_half_share, run_of
-from fastkron_py.kron.problem import LAUNCH, Candidate, LaunchProblem, Mode, Problem, Segment, add_launch
+from fastkron_py.kron.plan.steps import Launch, Step, balanced, merged, run_of
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, is_power_of_two, next_power_of_two
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "fragments"
-order: Final = 50
+order: Final = 0
 moves_to_front: Final = True
 add: Final = add_launch
 
@@ -42,13 +43,7 @@ THREAD_ELEMENTS: Final = 64  # of a tile that a thread can hold
 # registers too, which leaves room for this width.
 WARP_TILE: Final = 32768
 WARP_WIDTH: Final = 16
-BUSY: Final = 64  # tiles of that size: fewer take as long
-PADDING: Final = 0.4  # share of its time that a tile takes longer if half of it is padding
 WARP_ROWS: Final = 16
-# How much longer a register-resident launch takes where slices, not modes, are consecutive, if its tiles consist of runs of two sectors,
-# less with longer ones, and how many times as long if a tile is one run of a single sector (measured on an H100).
-CROSSING: Final = 0.9
-SINGLE_SECTORS: Final = 1.3
 # Widths up to which the register-resident kernel's neighbours are multiplied out; each gives a candidate.
 CHAINED_MERGES: Final = (16, 64)
 # TF32 holds float16 and bfloat16 exactly, and its truncated sums have more bits than bfloat16.
@@ -56,16 +51,6 @@ _ROUND: Final = {"float32": 2, "float16": 1, "bfloat16": 0}
 _RUNTIME: Final = 0  # a stride that a kernel is not compiled for,
 _RUNTIME_NARROW: Final = -1  # with all of a tile's offsets below 2^31
 _MOST_OFFSET: Final = 2**31 - 1
-
-# Passes' time of a single step, by bytes of an element,
-_CHAINED: Final = {2: 2.1, 4: 1.3}
-_CHAINED_START: Final = {2: 1e-6, 4: 4e-6}  # which waits these seconds for a factor of more than CHAIN_WIDTH rows,
-_CHAINED_FACTOR: Final = 3e-6  # and these for one of 128 rows and columns;
-_CHAINED_UNEVEN: Final = {2: 5.0, 4: 1.45}  # whose loads are short where slices are no whole vectors,
-_CHAINED_UNEVEN_START: Final = 8e-6  # so that it takes these seconds more,
-_CHAINED_ODD: Final = {2: 3.5, 4: 2.1}  # and where runs of slices are none,
-_CHAINED_ODD_START: Final = {2: 5e-6, 4: 0.0}  # with these seconds more
-_VECTOR: Final = 4  # elements
 
 
 @dataclass(frozen=True)
@@ -239,6 +224,7 @@ class ChainedConfig:
 config_types: Final = (ChainedConfig,)
 REGISTERS: Final = (32, 255)  # fewest and most of a thread
 MOST_PROGRAMS: Final = 32
+MOST_WARPS: Final = 16  # of a multiprocessor, as registers allow
 
 
 def fits_chained(steps: Sequence[Step], block_s: int, num_warps: int, warpgroup: bool = True) -> bool:
@@ -304,31 +290,28 @@ def chained_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slice
     return ChainedConfig(block_s, num_warps, 8 // num_warps or 1 if loops else 0, 128 if num_warps == 8 else 0)
 
 
-def chained_cost(steps: Sequence[Step], config: ChainedConfig, num_slices: int) -> float:
-    """Modelled time of a launch, as a multiple of its traffic's (fitted to an H100)."""
-    if not config.warpgroup:
-        return (0.75 + 0.15 * len(steps)) * max(1.0, BUSY * config.block_s / num_slices)
-    share = 1.02 + 0.02 * len(steps)
-    padding = math.prod(chained_pad(s.p) * chained_pad(s.q) for s in steps) / math.prod(s.p * s.q for s in steps)
-    share += PADDING * (math.sqrt(min(padding, 4.0)) - 1)
-    if config.num_warps > 4:
-        share += 0.15 if config.num_warps == 8 else 0.65
-    widest = max(max(s.p, s.q) for s in steps)
-    if widest > 32:
-        share += 0.05 if widest <= 64 else 0.3
-    return share
-
-
-def chained_seconds(mode: Mode) -> float:
-    """Seconds of a single step, which keeps a factor of up to 128 rows and columns on chip."""
-    start = _CHAINED_FACTOR * mode.p * mode.q / SINGLE_WIDTH**2 if max(mode.p, mode.q) > CHAIN_WIDTH else 0.0
-    start += _CHAINED_START[mode.itemsize] if mode.p > CHAIN_WIDTH else 0.0
-    passes = _CHAINED
-    if mode.after > 1 and mode.after % _VECTOR:
-        passes, start = _CHAINED_ODD, max(start, _CHAINED_ODD_START[mode.itemsize])
-    elif mode.after == 1 and (mode.p % _VECTOR or mode.q % _VECTOR):
-        passes, start = _CHAINED_UNEVEN, _CHAINED_UNEVEN_START
-    return mode.traffic(passes[mode.itemsize]) + start + 2 * LAUNCH
+def chained_quantities(mode: Mode, steps: Sequence[Step], config: ChainedConfig) -> dict[str, float]:
+    """Those of a chain in registers, whose elements change threads between two steps, and of one step."""
+    pads = [(chained_pad(s.p), chained_pad(s.q)) for s in steps]
+    width, products, passed = math.prod([p for p, _ in pads]), 0, 0
+    first = width
+    for p, q in reversed(pads):
+        rest = width // p * q
+        products, passed = products + width * q, passed + width + rest
+        width = rest
+    tiles = mode.batches * ceil(mode.slices, config.block_s)
+    turns, rounds = mode.rounds(tiles, config.programs_per_sm or max(1, MOST_WARPS // config.num_warps))
+    moves, block = mode.moves(config.block_s, run_of(1, mode.after, config.block_s)), rounds * config.block_s
+    is_masked = any([(s.p, s.q) != pad for s, pad in zip(steps, pads, strict=True)])
+    return moves | {
+        "rounds": turns * MICROSECOND,
+        "operations": mode.operating(2 * block * products),
+        "tiles": mode.moving(block * (first + width)),
+        "exchanged": mode.moving(block * (passed - first - width)),
+        "masked": moves["bytes"] if is_masked else 0.0,
+        "crowded": moves["bytes"] if config.num_warps == MOST_WARPS else 0.0,
+        "wide_start": MICROSECOND if max(map(max, pads)) > CHAIN_WIDTH else 0.0,
+    }
 
 
 @lru_cache(maxsize=4096)
@@ -375,31 +358,16 @@ def most_elements(problem: Problem) -> int:
     return WARP_TILE if takes(problem.dtype, problem.gpu) else 0
 
 
-def candidates(segment: Segment) -> list[Candidate] | str:
+def offers(segment: Segment) -> list[Offer] | str:
     """Chains of steps whose tile stays in registers, of every way to form neighbours that is worth comparing."""
-    problem, found = segment.problem, list[Candidate]()
-    # As if launches moved their modes to the front, so that only columns come after them.
-    is_whole = segment.is_last and segment.is_first and problem.before == 1
-    sectors = run_sectors(1 if is_whole else 2, problem.after)
-    num_slices = max(1, problem.rows * problem.after * segment.outside)
+    problem, mode, found, sectors = segment.problem, segment.mode, list[Offer](), run_sectors(segment.before, segment.after)
     for launch in _launches(segment.ps, segment.qs):
-        config = chained_config(launch.steps, problem.itemsize, sectors, num_slices)
+        config = chained_config(launch.steps, problem.itemsize, sectors, max(1, mode.slices))
         if config is not None:
-            cost = chained_cost(launch.steps, config, num_slices) * _crossing(segment, config.block_s)
-            half = narrow_half_share(launch, problem.half, segment.after)
-            found.append((segment.moved * cost * (1.0 if half is None else half), launch))
+            quantities = chained_quantities(mode, launch.steps, config)
+            section = name if len(launch.steps) == 1 else "fragments_chain"
+            found.append(Offer(priced(section, problem.gpu, problem.itemsize, quantities), launch))
     return found or "no tile has room for such steps"
-
-
-def _crossing(segment: Segment, block_s: int) -> float:
-    """How many times as long tiles take that cross runs of the trailing elements, which have an address for each element."""
-    problem = segment.problem
-    if problem.after == 1:
-        return 1.0
-    run = math.gcd(segment.after, block_s)
-    if run < block_s:
-        return 1 + CROSSING * min(1.0, (2 * SECTOR_BYTES / (run * problem.itemsize)) ** 2)
-    return SINGLE_SECTORS if run * problem.itemsize <= SECTOR_BYTES else 1.0
 
 
 def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, int], gpu: GPU) -> tuple[ChainedConfig, ...]:

@@ -17,7 +17,6 @@ from fastkron_py.kron.bits import SLICE, Bases, Bit, Order, TileLayout, bits_of,
 from fastkron_py.kron.families import fragments
 from fastkron_py.kron.families.tile_gradients import fused_launch
 from fastkron_py.kron.gradient_problem import GradientLaunch, GroupProblem
-from fastkron_py.kron.problem import LAUNCH
 from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.gpu import SECTOR_BYTES
 
@@ -524,7 +523,7 @@ def gradient_seconds(problem: GroupProblem) -> float | str:
     taken = _taken(problem)
     if isinstance(taken, str):
         return taken
-    return problem.fused_seconds if problem.is_fused else problem.mode.traffic() + 2 * LAUNCH
+    return problem.fused_seconds if problem.is_fused else problem.mode.traffic() + 2 * problem.mode.wait
 
 
 def gradient_launch(problem: GroupProblem) -> GradientLaunch:

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from fastkron_py.kron.families import tile
 from fastkron_py.kron.plan.steps import Launch, Step, tile_constants
-from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment, add_launch
+from fastkron_py.kron.problem import LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU, next_power_of_two
 
 if TYPE_CHECKING:
@@ -135,14 +135,20 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
-def candidates(segment: Segment) -> list[Candidate] | str:
-    """One step of all factors, at the modelled cost of `tile`, which multiplies it with tensor cores."""
+def offers(segment: Segment) -> list[Offer] | str:
+    """One step of all factors."""
     problem = segment.problem
     step = Step(0, len(segment.ps), math.prod(segment.ps), math.prod(segment.qs), problem.parts)
     if not is_narrow(problem.parts * step.p, problem.parts * step.q, problem.itemsize):
         return f"takes one step of up to {WIDTH} columns and {ELEMENTS[problem.itemsize]} elements, in real numbers"
-    launch = Launch((step,), name)
-    return [(tile.cost(segment, launch), launch)]
+    return [Offer(priced(name, problem.gpu, problem.itemsize, quantities(segment.mode, step)), Launch((step,), name))]
+
+
+def quantities(mode: Mode, step: Step) -> dict[str, float]:
+    """Those of a step, whose programs move whole tiles."""
+    config = narrow_config(step.p, step.q, mode.itemsize * step.parts, mode.slices, mode.after, mode.gpu)
+    _, rounds = mode.rounds(mode.batches * ceil(mode.slices, config.block_s) * ceil(step.q, config.block_q), config.programs_per_sm)
+    return mode.moves(config.block_s, config.run) | {"tiles": mode.moving(rounds * config.block_s * (mode.p + mode.q))}
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:

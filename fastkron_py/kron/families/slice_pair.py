@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
-from fastkron_py.kron.plan.steps import HALF, HALF_VECTOR, Launch, Step, padded
-from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment, add_launch
+from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step, padded
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
+from fastkron_py.kron.rates import figure, priced
 from fastkron_py.runtime.gpu import GPU, HOPPER
 
 if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "slice_pair"
-order: Final = 20
+order: Final = 0
 moves_to_front: Final = False  # a slice is stored where it was
 add: Final = add_launch
 
@@ -34,12 +35,7 @@ MOST_SUMS: Final = 128  # of a thread
 MOST_SUMS_OF_FOUR: Final = 96  # of a thread, where four warps round a slice,
 LEAST_OF_FOUR: Final = 32  # columns of their parts,
 LOADED_AHEAD: Final = 4  # and elements that rows of x are multiples of, which are copied without registers
-MOST_TURNS: Final = 2  # in which a slice with a factor in the middle is read, and
-TURN: Final = 1.3  # times that a further turn takes of moving its operand
-TRAFFIC: Final = 1.13  # times that a launch takes of a reading and a writing, and
-OPERATIONS: Final = 230  # floating-point operations in the time in which an element is moved (measured on an H200),
-OPERATIONS_OF_WARPS: Final = 110  # by single warps
-SMALL_MATRICES: Final = 1.2  # times as long with a factor in the middle and matrices of 128 x 64, whose products are short
+MOST_TURNS: Final = 2  # in which a slice with a factor in the middle is read
 MOST_STAGES: Final = 4
 SMALL_SLICE: Final = 2048  # elements, up to which all stages and programs are used,
 SMALL_TILE: Final = 8192  # and of a matrix beside a factor in the middle; up to which four warps are enough
@@ -49,11 +45,7 @@ MOST_PROGRAMS: Final = 4  # of a multiprocessor
 LEAST_OF_TWO: Final = 256  # elements beyond which two warps are faster where rows are whole vectors
 WARP_FACTOR: Final = 4096  # elements of the factor on the left that a warp loads without spills
 MOST_WARPS: Final = 24  # of a multiprocessor, for narrow steps
-LOADING: Final = 4.0  # launches' time that they take to load a second factor wider than
-LOADING_WIDTH: Final = 64  # this
-LOADS: Final = 60  # of a thread, in a launch's time,
-FREE_LOADS: Final = 120  # and those that other launches take as long as,
-LOADS_OF_SLICE: Final = 8  # and as long as for each slice (measured on an H200, widths up to 167)
+LOADING_WIDTH: Final = 64  # of a second factor, beyond which loading it takes long
 
 Parts = tuple[tuple[int, int], ...]
 
@@ -230,36 +222,22 @@ def shared_memory(tiles: Tiling, stages: int, adds: bool) -> int:
     return 2 * (elements + (part if ahead else 0))
 
 
-def slice_pair_cost(steps: Sequence[Step], moved: float) -> float:
-    """Modelled time, in units of moving one element once.
-
-    Args:
-        steps: as in `tiling`.
-        moved: elements that are read and written, of all slices.
-    """
-    found, turns, speed = tiling(steps), turns_of(steps), OPERATIONS_OF_WARPS if is_narrow(steps) else OPERATIONS
-    read, stored = steps[0].p * steps[-1].p, steps[0].q * steps[-1].q
-    matrices = moved / (read + stored)
-    traffic = TRAFFIC * moved + TURN * (turns - 1) * matrices * read
-    time = max(traffic, matrices * found.operations(turns) / speed)
-    return time * SMALL_MATRICES if len(steps) == 3 and found.pads[0] * found.p == SMALL_TILE else time
-
-
-def slice_pair_start(steps: Sequence[Step], slices: int) -> float:
+def slice_pair_start(steps: Sequence[Step], slices: int, gpu: GPU) -> float:
     """Modelled time before the first slice, besides the launch's own and in units of it.
 
     Args:
         steps: as in `tiling`.
         slices: of all programs. Other launches take longer for each, too, where rows are no whole vectors.
+        gpu: where it runs.
     """
-    found = tiling(steps)
+    found, of = tiling(steps), partial(figure, name, gpu)
     if is_narrow(steps):
-        return LOADING if max(found.p, found.q) > LOADING_WIDTH else 0.0
+        return of("loading") if max(found.p, found.q) > LOADING_WIDTH else 0.0
     first, second = steps[0], steps[-1]
     left, right = (second, first) if found.transposed else (first, second)
     rows = ((math.prod(found.pads), left.q), (found.p * found.q, right.q), (found.pads[0] * found.p, second.p))
     loads = sum([elements / math.gcd(length, HALF_VECTOR) for elements, length in rows]) / (32 * warps_of(found, matrices_of(steps)))
-    return max(0.0, loads - FREE_LOADS - LOADS_OF_SLICE * slices) / LOADS
+    return max(0.0, loads - of("free_loads") - of("loads_of_slice") * slices) / of("loads")
 
 
 def slice_pair_config(steps: Sequence[Step], needs_z: bool, rounds_to: str, gpu: GPU) -> SlicePairConfig:
@@ -312,16 +290,34 @@ def refusal(problem: Problem) -> str | None:
     return None if problem.half else "takes half precision on a Hopper GPU"
 
 
-def candidates(segment: Segment) -> list[Candidate] | str:
+def offers(segment: Segment) -> list[Offer] | str:
     """The pairs of steps, and those with a small factor in the middle, of the last factors."""
-    problem = segment.problem
     if not segment.in_place or not segment.is_last:
         return "takes slices that are runs of memory, and leaves them in place"
-    factors, found = (segment.ps, segment.qs, 0, len(segment.ps)), list[Candidate]()
+    factors, found = (segment.ps, segment.qs, 0, len(segment.ps)), list[Offer]()
     for steps in (*slice_pairs(*factors), *slice_triples(*factors)):
-        start = slice_pair_start(steps, problem.rows * segment.outside) * problem.launch_cost
-        found.append((HALF * slice_pair_cost(steps, float(segment.moved)) + start, Launch(steps, name)))
+        found.append(Offer(seconds(segment.mode, steps), Launch(steps, name)))
     return found or f"takes two steps from {NARROWEST} to {WIDEST_LEFT} and {WIDEST_RIGHT} wide whose sums fit into registers"
+
+
+def seconds(mode: Mode, steps: Sequence[Step]) -> float:
+    """The modelled seconds of a launch."""
+    return priced(name, mode.gpu, mode.itemsize, quantities(mode, steps))
+
+
+def quantities(mode: Mode, steps: Sequence[Step]) -> dict[str, float]:
+    """Those of a launch, whose programs take whole slices."""
+    turns, rounds = mode.rounds(mode.batches * mode.slices, slice_pair_config(steps, False, "", mode.gpu).programs_per_sm)
+    moves, again = mode.moves(1, 1), turns_of(steps) - 1
+    return {
+        "start": MICROSECOND,
+        "streamed": mode.streamed,
+        "loading": slice_pair_start(steps, mode.slices, mode.gpu) * MICROSECOND,
+        "rounds": turns * MICROSECOND,
+        "tiles": mode.moving(rounds * (mode.p * (1 + again) + mode.q)),
+        "operations": mode.operating(rounds * matrices_of(steps) * tiling(steps).operations(1 + again)),
+        "unaligned": moves["bytes"] if moves["addresses"] else 0.0,
+    }
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:

@@ -14,36 +14,30 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from fastkron_py.kron.plan.steps import (
     DOT_SIDE,
-    HALF,
-    HALF_CHAIN,
-    HALF_VECTOR,
     Launch,
     merged,
-    narrow_half_share,
     padded,
+    run_of,
     tile_constants,
 )
-from fastkron_py.kron.problem import LAUNCH, Candidate, LaunchProblem, Mode, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, is_power_of_two, next_power_of_two
 
 if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "tile"
-order: Final = 10
+order: Final = 0
 moves_to_front: Final = True
 add: Final = add_launch
 
 # Steps wider than this, in real numbers, loop over blocks of the factor and are not chained.
 CHAIN_WIDTH: Final = 64
+LARGE_CHAIN: Final = 1024  # real numbers of a slice, beyond which a multiprocessor has no room for two tiles
 CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
-# Products are multiplied in the half type itself in a single step of this width, before whole vectors from HALF_BEFORE on, and in
-# steps of a chain from HALF_CHAIN on.
-HALF_SINGLE: Final = 33
-HALF_BEFORE: Final = 17
-SCATTERED_CHAIN: Final = 2.3  # times as long a chain takes in place, before other modes
 # The most that a configuration may ask for, whatever the GPU.
 SINGLE_TILE: Final = 1 << 15  # elements of any one tile of a single step: more take a compiler minutes
 WARPS: Final = (1, 2, 4, 8, 16)
@@ -51,22 +45,6 @@ MOST_STAGES: Final = 8
 MOST_PROGRAMS: Final = 32
 
 RESIDENT: Final = 128  # width up to which one step keeps the whole factor on chip, but for float64
-# Shares of a GPU's rate that one step reaches beyond it, measured on an H200.
-LOOPED: Final = {2: 0.26, 4: 0.36, 8: 0.67}  # by bytes of an element
-_LOOPED_UNEVEN: Final = {2: 0.15, 4: 0.135, 8: 0.21}  # where blocks reach beyond the factor
-_PROGRAMS: Final = 2  # on a multiprocessor
-# Passes' time to write a result in runs as long as a sector that each share sectors with other runs; half of it in runs of two sectors.
-_PARTIAL_SECTORS: Final = 1.35
-_LOOP_START: Final = 2e-6  # seconds before the first step,
-_LOOP_STEP: Final = 2e-6  # and seconds that a step takes at least,
-_LOOP_STEP_UNALIGNED: Final = 6e-6  # more of half types where rows of the last mode do not begin on 16 bytes
-_RESIDENT: Final = {2: 1.7, 4: 4.0, 8: 4.0}  # passes' time with the whole factor on chip,
-_RESIDENT_BEFORE: Final = 1.3  # and of half types where runs of slices are whole vectors
-# Seconds that one step takes at least for a factor of more than 32 rows or columns, by bytes of an element: it waits for its first tile,
-# and in three-pass TF32 for its instructions. A multiply of less traffic chooses among other families as well.
-LEAST: Final = {4: 12e-6, 8: 5e-6}
-_LEAST_HALF: Final = 4.5e-6  # and of half types, which do not choose
-_LEAST_RESIDENT: Final = {2: 9e-6, 4: 19e-6}  # the same of a factor wider than CHAIN_WIDTH, which it keeps on chip
 
 
 @dataclass(frozen=True)
@@ -214,77 +192,47 @@ def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
     return launch.tile_width * run <= CHAIN_TILE[itemsize]
 
 
-def _cost(launch: Launch, num_slices: float, moved: float) -> float:
-    """The modelled time of a plain launch, in units of moving one element once (fitted to an H100).
+def step_quantities(mode: Mode, config: SingleConfig) -> dict[str, float]:
+    """Those of one step, which loops over blocks of a factor's rows where they are more than a block."""
+    depth = ceil(mode.p, config.block_p)
+    tiles = mode.batches * ceil(mode.slices, config.block_s) * ceil(mode.q, config.block_q)
+    turns, rounds = mode.rounds(tiles, config.programs_per_sm)
+    products = mode.operating(2 * rounds * config.block_s * depth * config.block_p * config.block_q)
+    moved = mode.moving(rounds * config.block_s * (depth * config.block_p + config.block_q))
+    is_uneven = mode.p % config.block_p != 0 and mode.after == 1
+    return mode.moves(config.block_s, run_of(1, mode.after, config.block_s)) | {
+        "operations": products,
+        "unaligned_operations": 0.0 if mode.is_aligned else products,
+        "tiles": moved,
+        "wide_tiles": moved if max(mode.p, mode.q) > CHAIN_WIDTH else 0.0,
+        "steps": turns * depth * MICROSECOND if depth > 1 else 0.0,
+        "uneven_tiles": moved if is_uneven else 0.0,
+        "uneven_operations": products if is_uneven else 0.0,
+    }
 
-    A single step costs a tenth more than its traffic, and two to three times as much beyond a width of 64. In a chain nothing
-    hides the products. Their time grows with P * Q and with all of the tile's padding, and jumps where whole slices are too wide to
-    keep two tiles on a multiprocessor.
 
-    Args:
-        launch: its steps.
-        num_slices: slices there are in all.
-        moved: elements that it reads and writes.
-    """
-    if len(launch.steps) == 1:
-        (step,) = launch.steps
-        return (1.1 if step.parts * max(step.p, step.q) <= CHAIN_WIDTH else 2.6) * moved
-    on_chip = 0.0
-    jump = 1.3 if launch.tile_width > 1024 else 0.0
-    width = math.prod(s.p_pad for s in launch.steps)
+def step_seconds(mode: Mode) -> float:
+    """The modelled seconds of one step of real numbers."""
+    (config, *_) = single_configs(mode.p, mode.q, mode.itemsize, mode.slices, mode.gpu)
+    return priced(name, mode.gpu, mode.itemsize, step_quantities(mode, config))
+
+
+def chain_quantities(mode: Mode, launch: Launch, config: ChainConfig) -> dict[str, float]:
+    """Those of a chain, whose tiles pass through shared memory between two steps."""
+    width, products, passed = math.prod([s.p_pad for s in launch.steps]), 0, 0
+    first = width
     for s in reversed(launch.steps):
-        on_chip += num_slices * width * (s.parts**2 * s.p_pad * s.q_pad / 1450 + jump)
-        width = width // s.p_pad * s.q_pad
-    return moved + on_chip
-
-
-def _half_share(launch: Launch, half: str, after: int) -> float:
-    """How many times its modelled time a launch takes in this half type, or "".
-
-    The kernels multiply in the half type itself, but in float16 between two steps, where it has too little range.
-
-    Args:
-        launch: its steps.
-        half: the type.
-        after: elements after the launch's modes.
-    """
-    if not half:
-        return 1.0
-    narrow = narrow_half_share(launch, half, after)
-    if narrow is not None or any(s.stop - s.start > 1 for s in launch.steps):
-        return narrow or 1.0
-    is_single, narrowest = len(launch.steps) == 1, min([min(s.p, s.q) for s in launch.steps])
-    least = HALF_CHAIN if not is_single else HALF_BEFORE if after % HALF_VECTOR == 0 else HALF_SINGLE
-    return HALF if (is_single or half == "bfloat16") and narrowest >= least else 1.0
-
-
-def _written_passes(mode: Mode) -> float:
-    """Passes' time that the plain kernel takes more to write runs that are no whole sectors."""
-    length = mode.after * mode.itemsize
-    is_whole = mode.after == 1 or length % SECTOR_BYTES == 0
-    return 0.0 if is_whole else _PARTIAL_SECTORS * SECTOR_BYTES / length * mode.q / (mode.p + mode.q)
-
-
-def looped_seconds(mode: Mode) -> float:
-    """Seconds of one step, which loops over blocks of the factor where that is too wide to stay on chip."""
-    gpu, is_double = mode.gpu, mode.itemsize == 8
-    uneven = mode.p % 64 or mode.q % 64
-    if max(mode.p, mode.q) <= RESIDENT and not is_double:
-        least = (LEAST if max(mode.p, mode.q) <= CHAIN_WIDTH else _LEAST_RESIDENT).get(mode.itemsize, _LEAST_HALF)
-        passes = _RESIDENT[mode.itemsize] * (1.5 if uneven else 1.0)
-        if mode.itemsize == 2 and mode.after > 1:
-            in_vectors = _RESIDENT_BEFORE + _written_passes(mode)
-            passes = in_vectors if mode.after % HALF_VECTOR == 0 else max(passes, in_vectors)
-        return max(mode.traffic(passes), least) + LAUNCH
-    block_s = min(64 if is_double else 128, max(16, next_power_of_two(mode.slices)))
-    block_p, block_q = 32 if is_double else 64, min(64, max(16, next_power_of_two(mode.q)))
-    tiles = ceil(mode.slices, block_s) * ceil(mode.q, block_q) * mode.batches
-    waves = ceil(tiles, _PROGRAMS * gpu.multiprocessors)
-    share = (_LOOPED_UNEVEN if uneven else LOOPED)[mode.itemsize]
-    rate = gpu.rate(mode.itemsize) / mode.passes * share / gpu.multiprocessors / _PROGRAMS
-    is_unaligned = mode.itemsize == 2 and mode.after == 1 and mode.p % HALF_VECTOR != 0
-    step = max(2 * block_s * block_p * block_q / rate, _LOOP_STEP_UNALIGNED if is_unaligned else _LOOP_STEP)
-    return max(waves * ceil(mode.p, block_p) * step, mode.traffic(1.3 + _written_passes(mode))) + _LOOP_START + LAUNCH
+        rest = width // s.p_pad * s.q_pad
+        products, passed = products + width * s.q_pad * launch.parts**2, passed + (width + rest) * launch.parts
+        width = rest
+    _, rounds = mode.rounds(mode.batches * ceil(mode.slices, config.block_s), config.programs_per_sm)
+    exchanged, moves = mode.moving(rounds * config.block_s * passed), mode.moves(config.block_s, run_of(1, mode.after, config.block_s))
+    return moves | {
+        "operations": mode.operating(2 * rounds * config.block_s * products),
+        "exchanged": exchanged,
+        "wide_exchanged": exchanged if max(first, width) * launch.parts > LARGE_CHAIN else 0.0,
+        "padding": moves["bytes"] * (first * width * launch.parts**2 / (mode.p * mode.q) - 1),
+    }
 
 
 def refusal(problem: Problem) -> str | None:
@@ -297,21 +245,23 @@ def most_elements(problem: Problem) -> int:
     return CHAIN_TILE[problem.itemsize]
 
 
-def candidates(segment: Segment) -> list[Candidate] | str:
+def offers(segment: Segment) -> list[Offer] | str:
     """One step of any width, or a chain of several where its tile fits on chip."""
-    problem, found = segment.problem, list[Candidate]()
+    problem, found = segment.problem, list[Offer]()
     merge = (segment.ps, segment.qs, 0, len(segment.ps))
     for launch in dict.fromkeys(Launch(merged(*merge, width // problem.parts, problem.parts), name) for width in segment.widths):
         if len(launch.steps) == 1 or is_chain(launch, problem.itemsize, segment.is_last):
-            found.append((cost(segment, launch), launch))
+            found.append(Offer(seconds(segment, launch), launch))
     return found or "a chain does not fit on chip"
 
 
-def cost(segment: Segment, launch: Launch) -> float:
-    """The modelled cost of a launch of all of a segment."""
-    scattered = SCATTERED_CHAIN if segment.in_place and not segment.is_last and len(launch.steps) > 1 else 1.0
-    share = _half_share(launch, segment.problem.half, segment.after)
-    return scattered * share * _cost(launch, float(segment.outside), float(segment.moved))
+def seconds(segment: Segment, launch: Launch) -> float:
+    """The modelled seconds of a launch of all of a segment."""
+    problem, mode = segment.problem, segment.mode
+    config = configs(launch, problem.itemsize, mode.slices, (segment.before, segment.after), problem.gpu, problem.parts)[0]
+    if isinstance(config, SingleConfig):
+        return priced(name, problem.gpu, problem.itemsize, step_quantities(mode, config))
+    return priced("tile_chain", problem.gpu, problem.itemsize, chain_quantities(mode, launch, config))
 
 
 def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, int], gpu: GPU, parts: int = 1) -> tuple[Config, ...]:

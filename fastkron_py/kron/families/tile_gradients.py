@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.kron.families import tile
 from fastkron_py.kron.gradient_problem import GradientLaunch, GradientProblem, Group, GroupProblem
 from fastkron_py.kron.plan.steps import DOT_SIDE, padded, run_of
-from fastkron_py.kron.problem import LAUNCH, Mode, filled
+from fastkron_py.kron.problem import Mode, filled
+from fastkron_py.kron.rates import figure
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
@@ -32,11 +34,7 @@ LARGEST_TILE: Final = 4096
 # A [P, Q] sum of at most this many numbers is kept once for each warp, which then multiplies slices of its own.
 SUM_NUMBERS: Final = 1024
 PROGRAMS_PER_SM: Final = {2: 4, 4: 2, 8: 2}  # by bytes of a number
-_FUSED: Final = 0.6  # of `fused_cost`, which a launch takes on an H200
-# Shares of a GPU's rate that one factor's gradient reaches, measured on an H200, by bytes of an element.
-_UNEVEN: Final = {2: 0.14, 4: 0.13, 8: 0.38}  # where blocks reach beyond the factor,
-_SCATTERED: Final = {2: 0.05, 4: 0.065, 8: 0.39}  # and where blocks of slices are not one run
-_START: Final = 3.9e-6  # seconds that its programs take at least
+RATES: Final = "tile_gradients"  # section of `kron.rates`
 
 
 @dataclass(frozen=True)
@@ -114,14 +112,18 @@ def fused_cost(group: Group, problem: GradientProblem, outside: float, after: in
     """
     p, q = problem.size(group.start, group.stop)
     u, g = outside * p, outside * q
+    of = partial(figure, RATES, problem.gpu)
     run, held = _whole_run(after), outside * tile_width(group, problem) / problem.parts
-    scattered = 1.0 if after == 1 or run >= 4 * _sector(problem) else 1.15 if run >= _sector(problem) else 1.6
-    return scattered * (2 * u + g) + (0.9 if group.split > group.start else 0.3) * held
+    is_whole = after == 1 or run >= 4 * _sector(problem)
+    scattered = 1.0 if is_whole else of("scattered", "sectors" if run >= _sector(problem) else "less")
+    return scattered * (2 * u + g) + of("on_chip", "chain" if group.split > group.start else "step") * held
 
 
 def fused_seconds(group: Group, problem: GradientProblem, mode: Mode) -> float:
     """Seconds of any family's fused kernel, of a group as one mode."""
-    return _FUSED * (fused_cost(group, problem, mode.slices, mode.after) * problem.element / problem.gpu.bandwidth)
+    return figure(RATES, problem.gpu, "fused") * (
+        fused_cost(group, problem, mode.slices, mode.after) * problem.element / problem.gpu.bandwidth
+    )
 
 
 def fused_configs(problem: GradientProblem, split: int, groups: int) -> tuple[FusedConfig, ...]:
@@ -194,10 +196,13 @@ def _factor_block(size: int, large: bool) -> int:
 
 def looped_seconds(mode: Mode) -> float:
     """Seconds of a factor's gradient; the mode is the multiply that is differentiated."""
-    share = (_SCATTERED if mode.is_scattered else _UNEVEN if mode.p % 64 or mode.q % 64 else tile.LOOPED)[mode.itemsize]
+    of, gpu = partial(figure, RATES, mode.gpu), mode.gpu
+    is_uneven = mode.p % 64 or mode.q % 64
+    even = of("looped", mode.itemsize)
+    share = of("slices", mode.itemsize) if mode.is_scattered else of("uneven", mode.itemsize) if is_uneven else even
     blocks = [filled(size, min(64, padded(size))) for size in (mode.p, mode.q)]
-    looped = mode.operations / (math.prod(blocks) * mode.gpu.rate(mode.itemsize) / mode.passes * share)
-    return max(looped, mode.traffic(2.0)) + _START + 2 * LAUNCH
+    looped = mode.operations / (math.prod(blocks) * gpu.rate(mode.itemsize) / mode.passes * share)
+    return max(looped, mode.traffic(of("traffic"))) + of("start") + 2 * mode.wait
 
 
 # ---- launches ------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ Measured on an H200, for modes of 1 to 3,000 rows and columns.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from fastkron_py.kron.plan.steps import Launch, Step
-from fastkron_py.kron.problem import LAUNCH, Candidate, LaunchProblem, Mode, Problem, Segment, ceil, filled
+from fastkron_py.kron.problem import MICROSECOND, WORD, HostWork, LaunchProblem, Mode, Offer, Problem, Segment, ceil, filled
+from fastkron_py.kron.rates import figure, priced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,58 +23,44 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "torch_products"
-order: Final = 70
+order: Final = 20
 gradient_order: Final = 40
 moves_to_front: Final = False
-ALGORITHMS: Final = ("matmul", "copying", "gemm")
 
-_MATMUL: Final = 0.95  # of a GPU's rate that they reach
-_TORCH_TILE: Final = {2: 128, 4: 64, 8: 32}  # rows and columns of tiles of torch's products, by bytes of an element
-_MOST_IDLE: Final = 1.75  # times that torch's products of few tiles take: it splits their sums
-_COLD: Final = 2.5e-6  # seconds that a product of operands in memory takes more than one of operands in L2
-# Seconds of a product's sums, however few tiles it has: of each term, by bytes of an element; of half types where rows do not begin on
-# 16 bytes, and in one product of few tiles there; and at most, in one product, whose sum torch splits.
-_TERM: Final = {2: 3.4e-9, 4: 3.4e-8, 8: 1e-8}
-_TERM_UNALIGNED: Final = 2.2e-8
-_TERM_UNALIGNED_FEW: Final = 1.1e-8
-_MOST_TERMS: Final = 8e-6
-_MOST_TERMS_FEW: Final = 4.5e-6
-_PLACED: Final = 1.2e-6  # seconds that a gradient's products take more where something comes after the mode,
-_PLACED_TERMS: Final = 4e-6  # and more where sums have this number of terms
+SINGLE: Final = 4  # bytes of float32, whose precision torch is told for each product
+_TILE: Final = {2: 128, 4: 64, 8: 32}  # rows and columns of tiles of torch's products, by bytes of an element
 _MANY_TERMS: Final = 256
-# Times that torch's products of half types take where rows do not begin on 16 bytes, and where their elements are odd in number.
-_UNALIGNED: Final = 4.7
-_ODD: Final = 8.4
 _SMALL: Final = 64  # widths that copies pad by less,
 _HALF_UNITS: Final = (8, 16)  # to multiples of the first number in half types, and of the second one beyond,
 _BYTES: Final = 16  # that wider rows of other types are multiples of
-_COPIED_SUMS: Final = 0.5  # of a product's sums, where the operand was copied before: it is in L2
-_COPIES: Final = 2.4  # passes' time that copies of the operand and of the result take,
-_GRADIENT_COPIES: Final = 3.3  # and those of both operands of a gradient,
-_GRADIENT_PRODUCT: Final = 1.1  # whose product takes this many times its operations' time
-# Of a batch of torch's products, each tile takes this many seconds, and more for each term of its sum. Two share a multiprocessor, which
-# gains nothing where rows do not begin on 16 bytes.
-_TILE: Final = {2: 1.6e-6, 4: 1.3e-6, 8: 2.2e-6}
-_TILE_TERM: Final = {2: 5.6e-9, 4: 2e-8, 8: 5e-8}
-_TILE_TERM_UNALIGNED: Final = 2.5e-8  # of half types
-_DOUBLE_TERM: Final = 1e-9  # seconds that each term of a sum in float64 takes torch at least, in a gradient of few tiles
+_SHORT: Final = 8  # rows of the last mode that torch multiplies slowly
+_FEW: Final = 16
+_TERM: Final = 1e-8  # seconds
+_MOST_TERMS: Final = 800  # of one product, whose sum torch splits beyond them
+_SPLITS: Final = 8
+_GEMM_TILE: Final = 128  # rows and columns of tiles of linear layers' main loop
 
-_GEMM: Final = 0.75  # of a GPU's rate that the main loop of linear layers reaches, where it is not the memory's,
-_GEMM_TILE: Final = 128  # rows and columns of its tiles
-_GEMM_PASSES: Final = 1.15  # and times that it takes of the traffic
+
+def _of(mode: Mode, key: str, *keys: object) -> float:
+    """A figure of a mode's GPU."""
+    return figure(name, mode.gpu, key, *keys)
+
+
+def _rate(mode: Mode) -> float:
+    """Operations a second of a GPU, by the units that torch's products use."""
+    return mode.gpu.float32_rate if mode.itemsize == WORD and mode.passes == 3 else mode.gpu.rate(mode.itemsize)
 
 
 def _matmul_rate(mode: Mode) -> float:
-    """Operations a second of torch's products."""
-    gpu = mode.gpu
-    return _MATMUL * (gpu.float32_rate if mode.itemsize == 4 and mode.passes == 3 else gpu.rate(mode.itemsize))
+    """Operations a second that torch's products reach."""
+    return _of(mode, "share") * _rate(mode)
 
 
 def _slowdown_of(mode: Mode, widths: tuple[int, int]) -> float:
     """Times that torch's products take by the alignment of rows of these widths, on which those of half types depend most."""
     if mode.itemsize > 2 or all(width % 8 == 0 for width in widths):
         return 1.0
-    return _ODD if any(width % 2 for width in widths) else _UNALIGNED
+    return _of(mode, "odd" if any(width % 2 for width in widths) else "unaligned")
 
 
 def _slowdown(mode: Mode) -> float:
@@ -96,46 +84,55 @@ def _batch_seconds(mode: Mode, count: int, height: int, width: int, terms: int, 
     if count == 1:
         return 0.0  # one product, whose sum torch splits
     tiles = count * ceil(height, 128) * ceil(width, 128)
-    shared, term = (2, _TILE_TERM[mode.itemsize]) if _slowdown(mode) == 1 else (1, _TILE_TERM_UNALIGNED)
-    return max(least, tiles / (shared * mode.gpu.multiprocessors)) * (_TILE[mode.itemsize] + terms * term)
+    # Two tiles share a multiprocessor, which gains nothing where rows do not begin on 16 bytes.
+    is_aligned = _slowdown(mode) == 1
+    shared, term = (2, _of(mode, "batch_term", mode.itemsize)) if is_aligned else (1, _of(mode, "batch_term_unaligned"))
+    return max(least, tiles / (shared * mode.gpu.multiprocessors)) * (_of(mode, "batch", mode.itemsize) + terms * term)
 
 
 def _placed(mode: Mode, terms: int) -> float:
     """Seconds that a gradient's products take more in place, for sums of this number of terms."""
-    return _PLACED + _PLACED_TERMS * min(1.0, terms / _MANY_TERMS) if mode.after > 1 else 0.0
+    return _of(mode, "placed") + _of(mode, "placed_terms") * min(1.0, terms / _MANY_TERMS) if mode.after > 1 else 0.0
 
 
-def _products(mode: Mode) -> tuple[int, int]:
-    """The number of torch's products of a multiply, and the tiles of all."""
-    tile, is_last = _TORCH_TILE[mode.itemsize], mode.after == 1
-    count, height = mode.batches * (1 if is_last else mode.runs), mode.slices if is_last else mode.after
-    return count, ceil(height, tile) * ceil(mode.q, tile) * count
+def _tiled(mode: Mode, count: int, height: int) -> float:
+    """Seconds of the operations of a number of products ``[height, P] @ [P, Q]``, of which each takes whole tiles.
+
+    All tiles take whole rounds of the multiprocessors. Of few tiles of one product, sums are split.
+    """
+    side = _TILE[mode.itemsize]
+    tiles = count * ceil(height, side) * ceil(mode.q, side)
+    rounds = ceil(tiles, mode.at_once) * (1.0 if count > 1 else min(1.0, _SPLITS * tiles / mode.at_once))
+    return 2 * rounds * mode.at_once * side**2 * mode.p / _rate(mode)
 
 
-def _sum_seconds(mode: Mode) -> float:
-    """Seconds of the sums of torch's products of a multiply."""
-    count, tiles = _products(mode)
-    term, most = _TERM[mode.itemsize], _MOST_TERMS
-    if _slowdown(mode) > 1:
-        is_few = count == 1 and tiles <= mode.gpu.multiprocessors
-        term, most = (_TERM_UNALIGNED_FEW, _MOST_TERMS_FEW) if is_few else (_TERM_UNALIGNED, _MOST_TERMS)
-    return min(mode.p * term, most) if count == 1 else mode.p * term
+def _terms(mode: Mode) -> float:
+    """The time that a product's sums take, however few tiles it has."""
+    return _TERM * min(mode.p, _MOST_TERMS)
 
 
-def matmul_seconds(mode: Mode) -> float:
-    """Seconds of torch's product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
-    copied = mode.result_seconds(2) if mode.adds else 0.0  # z
-    return max(_product_seconds(mode), mode.traffic() + _sum_seconds(mode)) + _COLD + LAUNCH + copied
-
-
-def _product_seconds(mode: Mode) -> float:
-    """The same by operations, traffic and tiles alone."""
-    gpu, (count, tiles) = mode.gpu, _products(mode)
-    work = mode.operations / filled(mode.q, 32) * _slowdown(mode) / _matmul_rate(mode)
-    work *= min(_MOST_IDLE, ceil(tiles, gpu.multiprocessors) * gpu.multiprocessors / tiles)
-    if mode.after > 1:
-        work = max(work / filled(mode.after, 32), _batch_seconds(mode, count, mode.q, mode.after, mode.p, 0.0))
-    return max(work, mode.traffic())
+def matmul_quantities(mode: Mode) -> dict[str, float]:
+    """Those of a product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
+    count, height = (mode.batches, mode.slices) if mode.after == 1 else (mode.batches * mode.runs, mode.after)
+    unit, is_many = _BYTES // mode.itemsize, count > 1
+    is_aligned = (mode.p % unit == mode.q % unit == 0) if mode.after == 1 else mode.after % unit == 0
+    is_odd = mode.itemsize == 2 and bool((mode.p % 2 or mode.q % 2) if mode.after == 1 else mode.after % 2)
+    moved, tiles, terms = mode.traffic(), _tiled(mode, count, height), 0.0 if is_many else _terms(mode)
+    rounds = ceil(count * ceil(height, _TILE[WORD]) * ceil(mode.q, _TILE[WORD]), mode.at_once) * MICROSECOND if is_many else 0.0
+    return {
+        "start": MICROSECOND,
+        "bytes": moved,
+        "streamed": mode.streamed,
+        "unaligned_bytes": 0.0 if is_aligned else moved,
+        "short_rows": moved * WORD / mode.itemsize if mode.after == 1 and mode.p <= _SHORT else 0.0,
+        "operations": mode.operations / _rate(mode),
+        "tiles": tiles,
+        "odd_tiles": tiles if is_odd else 0.0,
+        "terms": terms,
+        "unaligned_terms": 0.0 if is_aligned else terms,
+        "rounds": rounds,
+        "partial_rounds": rounds * mode.p / _MOST_TERMS if height % _TILE[2] else 0.0,
+    }
 
 
 def takes_copies(mode: Mode) -> bool:
@@ -156,11 +153,22 @@ def _aligned(mode: Mode) -> Mode:
     return mode._replace(runs=mode.slices, after=1, p=p, q=q, adds=False)
 
 
-def copying_seconds(mode: Mode) -> float:
-    """Seconds of a copy of the operand with the mode last, of the factor, of one product, and of the result's copy."""
-    aligned = _aligned(mode)
-    product = _product_seconds(aligned) + _COPIED_SUMS * _sum_seconds(aligned) + LAUNCH
-    return product + max(mode.traffic(_COPIES), 2 * LAUNCH) + LAUNCH
+def copying_quantities(mode: Mode) -> dict[str, float]:
+    """Those of a copy of the operand with the mode last, of the factor, of one product, and of the result's copy.
+
+    Copies take a time for each element, more with few elements after the mode, and more of short rows.
+    """
+    aligned, elements = _aligned(mode), mode.traffic() * WORD / mode.itemsize
+    return {
+        "start": MICROSECOND,
+        "streamed": mode.streamed,
+        "elements": elements,
+        "few_after": elements if 1 < mode.after < _FEW else 0.0,
+        "short_rows": mode.batches * mode.slices * WORD * _FEW / mode.gpu.bandwidth,
+        "operations": aligned.operations / _rate(mode),
+        "tiles": _tiled(aligned, aligned.batches, aligned.slices),
+        "terms": _terms(aligned),
+    }
 
 
 def gradient_product_seconds(mode: Mode) -> float:
@@ -169,18 +177,18 @@ def gradient_product_seconds(mode: Mode) -> float:
     work = mode.operations / _matmul_rate(mode) * _gradient_slowdown(mode) / filled(mode.p, 32) / filled(mode.q, 32)
     if mode.after == 1 or mode.runs == 1:
         has_few_tiles = ceil(mode.p, 64) * ceil(mode.q, 64) < gpu.multiprocessors
-        least = mode.slices * _DOUBLE_TERM if mode.itemsize == 8 and has_few_tiles else 0.0
-        return max(work, mode.traffic(), least) + _placed(mode, mode.after) + 2 * LAUNCH
+        least = mode.slices * _of(mode, "gradient_term") if mode.itemsize == 8 and has_few_tiles else 0.0
+        return max(work, mode.traffic(), least) + _placed(mode, mode.after) + 2 * mode.wait
     sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth
     least = _batch_seconds(mode, mode.batches * mode.runs, mode.p, mode.q, mode.after, 1.0)
-    return max(work / filled(mode.after, 16), least, mode.traffic()) + sums + _placed(mode, mode.after) + 3 * LAUNCH
+    return max(work / filled(mode.after, 16), least, mode.traffic()) + sums + _placed(mode, mode.after) + 3 * mode.wait
 
 
 def gradient_copying_seconds(mode: Mode) -> float:
     """Seconds of copies of both operands with the mode last, and of one product."""
     aligned = _aligned(mode)
-    product = _GRADIENT_PRODUCT * aligned.operations / _matmul_rate(mode) / filled(aligned.p, 32) / filled(aligned.q, 32)
-    return max(product, mode.traffic()) + max(mode.traffic(_GRADIENT_COPIES), 2 * LAUNCH) + 2 * LAUNCH
+    product = _of(mode, "gradient_product") * aligned.operations / _matmul_rate(mode) / filled(aligned.p, 32) / filled(aligned.q, 32)
+    return max(product, mode.traffic()) + max(mode.traffic(_of(mode, "gradient_copies")), 2 * mode.wait) + 2 * mode.wait
 
 
 def gradient_product_times(mode: Mode) -> dict[str, float]:
@@ -199,35 +207,47 @@ def gemm_seconds(mode: Mode) -> float:
     """Seconds of the main loop of linear layers, which adds z as it stores the result."""
     tiles = ceil(mode.slices, _GEMM_TILE) * ceil(mode.q, _GEMM_TILE)
     waves = ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles
-    work = waves * mode.operations / filled(mode.q, _GEMM_TILE) / (_GEMM * mode.gpu.rate(mode.itemsize))
-    return max(work, mode.traffic(_GEMM_PASSES) + mode.result_seconds(1)) + LAUNCH
+    work = waves * mode.operations / filled(mode.q, _GEMM_TILE) / (_of(mode, "gemm") * mode.gpu.rate(mode.itemsize))
+    return max(work, mode.traffic(_of(mode, "gemm_traffic")) + mode.result_seconds(1)) + mode.wait
 
 
 def multiply_times(mode: Mode) -> dict[str, float]:
     """Seconds of the algorithms that multiply a mode.
 
     "matmul" is one product in place, or a batch, "copying" one of copies that it is fast on, and "gemm" the main loop of linear layers.
+    Where z is added, the first copies it.
     """
-    times = {"matmul": matmul_seconds(mode)} if mode.batches == 1 or mode.after == 1 else {}
+    of, times = partial(priced, gpu=mode.gpu, itemsize=mode.itemsize), dict[str, float]()
+    if mode.batches == 1 or mode.after == 1:
+        times["matmul"] = of("matmul", quantities=matmul_quantities(mode)) + (mode.result_seconds(2) if mode.adds else 0.0)
     if mode.adds and takes_gemm(mode):
         times["gemm"] = gemm_seconds(mode)
     if takes_copies(mode):
-        times["copying"] = copying_seconds(mode)
+        times["copying"] = of("copying", quantities=copying_quantities(mode))
     return times
 
 
+def multiply_algorithm(mode: Mode) -> str:
+    """The fastest of `multiply_times`."""
+    times = multiply_times(mode)
+    return min(times, key=times.__getitem__)
+
+
 def refusal(problem: Problem) -> str | None:
-    """What is in the way of any launch of its own: it has none if a family is asked whose launches pass to it (`planner.choose`)."""
-    if not problem.families or {"tile", "fragments"} & {*problem.families}:
-        return "takes over launches of one factor by tile and fragments"
+    """Nothing is in the way."""
     return None
 
 
-def candidates(segment: Segment) -> list[Candidate] | str:
-    """One factor."""
-    if len(segment.ps) > 1:
-        return "takes one factor"
-    return [(float(segment.moved), Launch((Step(0, 1, segment.ps[0], segment.qs[0], segment.problem.parts),), name))]
+def offers(segment: Segment) -> list[Offer] | str:
+    """One factor where it stands."""
+    if len(segment.ps) > 1 or not segment.in_place:
+        return "takes one factor, and leaves its mode in place"
+    steps, problem = (Step(0, 1, segment.ps[0], segment.qs[0], segment.problem.parts),), segment.problem
+    makes_memory = problem.itemsize == SINGLE or segment.mode.adds  # else torch does, in the call of its product
+    work = {"matmul": HostWork(0, 1, int(makes_memory)), "copying": HostWork(3, 1, 3), "gemm": HostWork(1, 0, 1)}
+    may_add = problem.epilogue is None or problem.epilogue.scales_by is None
+    times = multiply_times(segment.mode if may_add else segment.mode._replace(adds=False))
+    return [Offer(seconds, Launch(steps, name, algorithm), work[algorithm]) for algorithm, seconds in times.items()]
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
@@ -238,11 +258,17 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
 def add(
     build: Builder, problem: LaunchProblem, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale
 ) -> Tensor:
-    """Add the algorithm that the plan chose; see `problem.add_launch`."""
+    """Add the plan's algorithm, of a tuned launch the fastest one where it stands; see `problem.add_launch`.
+
+    That of linear layers adds z, and cannot scale by it.
+    """
     from fastkron_py.kron.matmul_step import add_gemm_step, add_products
 
-    add_step = add_gemm_step if problem.launch.config == "gemm" else add_products
-    return add_step(build, problem, x, factors, z, y, scale)
+    may_add = z is not None and problem.epilogue.scales_by is None
+    found = problem.launch.config or multiply_algorithm(problem.mode._replace(adds=may_add))
+    if found == "gemm" and may_add:
+        return add_gemm_step(build, problem, x, factors, z, y, scale)
+    return add_products(build, problem, x, factors, z, y, scale, "matmul" if found == "gemm" else found)
 
 
 def gradient_seconds(problem: GroupProblem) -> float | str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.families import tile
-from fastkron_py.kron.plan.steps import Launch, Step
-from fastkron_py.kron.problem import BLOCK_K, LAUNCH, Candidate, LaunchProblem, Mode, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.plan.steps import Launch, Step, run_of
+from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.rates import figure, priced
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "wgmma"
-order: Final = 60
+order: Final = 10
 gradient_order: Final = 30
 moves_to_front: Final = True
 add: Final = add_launch
@@ -38,16 +39,7 @@ BLOCK_M: Final = 128  # rows of two warpgroups
 _BLOCKS_N: Final = (128, 64, 32)
 _RING: Final = 196_608  # bytes of operands in shared memory
 _MOST_STAGES: Final = 6
-_SPEED: Final = {128: 1.0, 64: 0.72, 32: 0.45}  # of a tile, by its width: both operands are loaded for fewer products
 _MOST_SPLITS: Final = 132
-# Shares of a GPU's rate that the kernel reaches, measured on an H200.
-_WGMMA: Final = {2: 0.25, 4: 0.97, 8: 0.85}  # by bytes of an element: those of two bytes wait for the warps that load them
-_WGMMA_START: Final = {2: 1.4e-6, 4: 2.8e-6, 8: 1e-6}  # seconds before the first step,
-_WGMMA_STEP: Final = 1.3e-6  # seconds that a step takes at least,
-_WGMMA_UNALIGNED: Final = 1.5  # times that a step takes where rows of the last mode do not begin on 16 bytes,
-_WGMMA_COPIED: Final = 0.8  # where x is copied as it lies,
-_WGMMA_FEW: Final = 1.2  # where runs of slices are short,
-_WGMMA_SCATTERED: Final = 3.0  # and times that it takes where k runs over slices that are not one run
 
 
 class WideConfig(NamedTuple):
@@ -61,25 +53,26 @@ class WideConfig(NamedTuple):
 
 
 def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, slowdown: float) -> tuple[float, WideConfig]:
-    """The seconds of ``[height, depth] @ [depth, width]``, and its tiles."""
-    rate = mode.gpu.rate(mode.itemsize) / mode.passes * _WGMMA[mode.itemsize] / mode.gpu.multiprocessors
+    """The seconds of ``[height, depth] @ [depth, width]``, and its tiles. Narrow ones load both operands for fewer products."""
+    of = partial(figure, name, mode.gpu)
+    rate = mode.gpu.rate(mode.itemsize) / mode.passes * of("share", mode.itemsize) / mode.gpu.multiprocessors
     found = []
     for block_n in _BLOCKS_N:
         if block_n > _BLOCKS_N[-1] and width <= block_n // 2:
             continue
         tiles = ceil(height, BLOCK_M) * ceil(width, block_n) * mode.batches
         all_steps = ceil(depth, BLOCK_K)
-        step = slowdown * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n]), _WGMMA_STEP)
+        step = slowdown * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * of("block", block_n)), of("step"))
         stored = BLOCK_M * block_n * 4 * mode.gpu.multiprocessors / mode.gpu.bandwidth
         counts = {1, *[min(ceil(mode.gpu.multiprocessors * k, tiles), most_splits, all_steps) for k in (1, 2, 3, 4)]}
         for wanted in counts:
             steps = ceil(all_steps, wanted)
             splits = ceil(all_steps, steps)
             waves = ceil(tiles * splits, mode.gpu.multiprocessors)
-            partial = (2 * splits + 1) * mode.batches * height * width * 4 / mode.gpu.bandwidth if splits > 1 else 0.0
+            partials = (2 * splits + 1) * mode.batches * height * width * 4 / mode.gpu.bandwidth if splits > 1 else 0.0
             programs = min(tiles * splits, mode.gpu.multiprocessors)
             config = WideConfig(block_n, splits, steps, tiles * splits, programs)
-            found.append((waves * (steps * step + stored) + partial, config))
+            found.append((waves * (steps * step + stored) + partials, config))
     return min(found)
 
 
@@ -91,25 +84,27 @@ def ring_stages(mode: Mode, block_n: int, is_copied: bool) -> int:
 
 
 @lru_cache(maxsize=1024)
-def multiply_config(mode: Mode) -> tuple[float, WideConfig]:
-    """The seconds of a multiply by the kernel for Hopper, and its tiles."""
-    slowdown, run = 1.0, mode.p if mode.after == 1 else mode.after
+def multiply_config(mode: Mode) -> WideConfig:
+    """The tiles of a multiply by the kernel for Hopper.
+
+    Its steps depend on how x is loaded: as it lies, in rows that do not begin on 16 bytes, or in short runs of slices.
+    """
+    of, slowdown, run = partial(figure, name, mode.gpu), 1.0, mode.p if mode.after == 1 else mode.after
     if mode.passes == 3 and run % 4 == 0:
-        slowdown = _WGMMA_COPIED
+        slowdown = of("copied")
     elif mode.itemsize == 4 and mode.after == 1 and mode.p % 4:
-        slowdown = _WGMMA_UNALIGNED
+        slowdown = of("unaligned")
     elif 1 < mode.after < BLOCK_K:
-        slowdown = _WGMMA_FEW
-    seconds, config = _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)
-    return max(seconds, mode.traffic()) + _WGMMA_START[mode.itemsize] + LAUNCH, config
+        slowdown = of("few")
+    return _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)[1]
 
 
 @lru_cache(maxsize=1024)
 def gradient_config(mode: Mode) -> tuple[float, WideConfig]:
     """The seconds of a factor's gradient by the kernel for Hopper, and its tiles and splits."""
-    scattered = _WGMMA_SCATTERED if mode.is_scattered else 1.0
+    scattered = figure(name, mode.gpu, "scattered") if mode.is_scattered else 1.0
     seconds, config = _wgmma(mode, mode.p, mode.q, mode.slices, _MOST_SPLITS, scattered)
-    return max(seconds, mode.traffic()) + 2 * LAUNCH, config
+    return max(seconds, mode.traffic()) + 2 * mode.wait, config
 
 
 def kernel() -> Any:
@@ -125,17 +120,33 @@ def takes(dtype: torch.dtype, gpu: GPU) -> bool:
 
 
 def refusal(problem: Problem) -> str | None:
-    """What is in the way of any launch of its own: it has none if a family is asked whose launches pass to it (`planner.by_wgmma`)."""
-    if not problem.families or tile.name in problem.families:
-        return "takes over launches of one large factor by tile"
+    """What is in the way of any launch."""
     return None if takes(problem.dtype, problem.gpu) else "takes a Hopper GPU, and float32 or half precision"
 
 
-def candidates(segment: Segment) -> list[Candidate] | str:
+def offers(segment: Segment) -> list[Offer] | str:
     """One large factor."""
     if len(segment.ps) > 1 or max(segment.ps[0], segment.qs[0]) <= LEAST:
         return f"takes one factor that is wider than {LEAST}"
-    return [(float(segment.moved), Launch((Step(0, 1, segment.ps[0], segment.qs[0]),), name))]
+    return [Offer(seconds(segment.mode), Launch((Step(0, 1, segment.ps[0], segment.qs[0]),), name))]
+
+
+def seconds(mode: Mode) -> float:
+    """The modelled seconds of a multiply."""
+    return priced(name, mode.gpu, mode.itemsize, quantities(mode))
+
+
+def quantities(mode: Mode) -> dict[str, float]:
+    """Those of a multiply: of its tiles, and of their steps."""
+    config, depth, vector = multiply_config(mode), ceil(mode.p, BLOCK_K), _VECTOR // mode.itemsize
+    turns, rounds = mode.rounds(config.items, 1)
+    loaded = math.gcd(mode.p if mode.after == 1 else mode.after, vector)
+    return mode.moves(BLOCK_M, run_of(1, mode.after, BLOCK_M)) | {
+        "rounds": turns * MICROSECOND,
+        "operations": mode.operating(2 * rounds * depth * BLOCK_K * BLOCK_M * config.block_n),
+        "tiles": mode.moving(rounds * BLOCK_M * (mode.p + config.block_n)),
+        "unaligned_steps": turns * depth * (vector / loaded - 1) * MICROSECOND,
+    }
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
@@ -153,7 +164,7 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
         factor_strides: (B, P, Q).
         is_fixed: whether strides are a matter of the factors alone, so that the kernel may be compiled for them.
     """
-    _, config = multiply_config(mode)
+    config = multiply_config(mode)
     batch, along_p, along_q = factor_strides
     strides = _in_use(mode, common["x_strides"], common)
     along_x, along_after = strides[3:]

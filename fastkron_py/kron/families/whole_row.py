@@ -12,8 +12,9 @@ from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import Bit, bits_of, digits_of
-from fastkron_py.kron.plan.steps import HALF, HALF_VECTOR, Launch, Step
-from fastkron_py.kron.problem import Candidate, LaunchProblem, Problem, Segment, add_launch
+from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
+from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU, HOPPER
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "whole_row"
-order: Final = 30
+order: Final = 0
 moves_to_front: Final = False  # a row is stored where it was
 add: Final = add_launch
 
@@ -37,7 +38,6 @@ LINE_BITS: Final = 6  # of the 64 elements that reach all banks
 PART_BYTES: Final = 16384  # of a row, at least, copied at once
 RING: Final = 3  # parts in shared memory, and
 LONG_RING: Final = 6  # where a multiprocessor has one program of three steps
-TRAFFIC: Final = 1.2  # times that a launch takes of a reading and a writing
 HALF_BYTES: Final = 2
 
 Bases = list[list[int]]
@@ -123,17 +123,10 @@ def whole_row_config(steps: Sequence[Step]) -> WholeRowConfig:
     return WholeRowConfig(4, matrices, RING, 2)
 
 
-def whole_row_cost(moved: float, rows: float) -> float:
-    """Modelled time, in units of moving one element once.
-
-    A multiprocessor takes whole rows, so that few rows leave the others without work.
-
-    Args:
-        moved: elements that are read and written, of all rows.
-        rows: that there are.
-    """
-    rounds = math.ceil(rows / HOPPER.multiprocessors)
-    return TRAFFIC * moved * rounds * HOPPER.multiprocessors / rows
+def quantities(mode: Mode, steps: Sequence[Step]) -> dict[str, float]:
+    """Those of a launch: a multiprocessor takes whole rows, so that few rows leave the others without work."""
+    _, rounds = mode.rounds(mode.batches * mode.slices, whole_row_config(steps).programs_per_sm)
+    return {"start": MICROSECOND, "streamed": mode.streamed, "tiles": mode.moving(rounds * (mode.p + mode.q))}
 
 
 class Layouts(NamedTuple):
@@ -343,13 +336,14 @@ def refusal(problem: Problem) -> str | None:
     return None if problem.whole_rows else "takes half precision on a Hopper GPU, in rows that begin at multiples of 16 bytes"
 
 
-def candidates(segment: Segment) -> list[Candidate] | str:
+def offers(segment: Segment) -> list[Offer] | str:
     """Three or four steps of the last factors on one row at a time."""
     problem = segment.problem
     if not segment.in_place or not segment.is_last:
         return "takes rows that are runs of memory, and leaves them in place"
-    cost = HALF * whole_row_cost(float(segment.moved), max(1, problem.rows * segment.outside))
-    found = [(cost, Launch(steps, name)) for steps in whole_rows(segment.ps, segment.qs, 0, len(segment.ps))]
+    mode, found = segment.mode, list[Offer]()
+    for steps in whole_rows(segment.ps, segment.qs, 0, len(segment.ps)):
+        found.append(Offer(priced(name, problem.gpu, problem.itemsize, quantities(mode, steps)), Launch(steps, name)))
     return found or f"takes three or four steps of {SIDES} or {SQUARES} rows and columns"
 
 

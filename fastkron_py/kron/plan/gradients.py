@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from fastkron_py.kron.families import torch_products, wgmma
+from fastkron_py.kron.families import tile, torch_products, wgmma
 from fastkron_py.kron.families.tile import RESIDENT
 from fastkron_py.kron.families.tile_gradients import LARGEST_TILE, fused_cost, fused_seconds, is_fused, looped_seconds
 from fastkron_py.kron.gradient_problem import GradientProblem, Group
-from fastkron_py.kron.planner import multiply_seconds
-from fastkron_py.kron.problem import LAUNCH_BYTES, Mode
+from fastkron_py.kron.problem import Mode
+from fastkron_py.kron.rates import figure
 
 WORTH_ORDERING: Final = 0.95  # of the time of the order in memory, whose neighbours are multiplied in fewer launches
 LEAST_BYTES: Final = 1 << 16  # of x whose multiply is cut: below, a pass is a launch either way
@@ -51,7 +51,8 @@ def _candidates(start: int, stop: int, problem: GradientProblem) -> list[Group]:
 def gradient_plan(problem: GradientProblem) -> tuple[Group, ...]:
     """Cut factors into groups, first factors first, by dynamic programming for the least modelled time."""
     shapes = problem.shapes
-    overhead = LAUNCH_BYTES / problem.element / max(1, problem.rows * problem.columns)
+    start = figure("launch", problem.gpu, "start") * problem.gpu.bandwidth  # in bytes that are moved
+    overhead = start / problem.element / max(1, problem.rows * problem.columns)
     best: list[tuple[float, tuple[Group, ...]]] = [(0.0, ())]
     for stop in range(1, len(shapes) + 1):
         found = []
@@ -100,6 +101,13 @@ def gradient_times(mode: Mode, has_wgmma: bool) -> dict[str, float]:
     if has_wgmma:
         times["wgmma"], _ = wgmma.gradient_config(mode)
     return times | torch_products.gradient_product_times(mode)
+
+
+@lru_cache(maxsize=4096)
+def multiply_seconds(mode: Mode, has_wgmma: bool) -> float:
+    """Seconds of a multiply by a wide factor."""
+    own = [tile.step_seconds(mode), *([wgmma.seconds(mode)] if has_wgmma else [])]
+    return min([*own, *torch_products.multiply_times(mode).values()])
 
 
 def _alone_seconds(mode: Mode, is_applied: bool, has_wgmma: bool) -> float:

@@ -12,14 +12,6 @@ from typing import Any, Final
 DOT_SIDE: Final = 16
 HALF_VECTOR: Final = 8  # elements of half types in the 16 bytes that a thread loads or stores at once
 
-# Time that products in half types take, relative to the register-resident kernel, which takes both types as TF32 (measured on an H200).
-HALF: Final = 0.7
-# A single step of less than HALF_CHAIN has vectors of 16 bytes where the elements after it allow them. Else it has two bytes a load, and
-# takes about three readings and writings.
-HALF_CHAIN: Final = 16
-HALF_NARROW: Final = 0.9
-HALF_SCATTERED: Final = 2.0
-
 
 def padded(size: int, parts: int = 1) -> int:
     """The next power of two, at least `DOT_SIDE` real numbers, of elements of this number of parts."""
@@ -104,13 +96,6 @@ class Launch:
             width = width // s.p_pad * s.q_pad
             widest = max(widest, width)
         return widest * self.parts
-
-
-def narrow_half_share(launch: Launch, half: str, after: int) -> float | None:
-    """How many times its modelled time a single step of less than HALF_CHAIN takes in a half type; None for other launches."""
-    if half and len(launch.steps) == 1 and min(launch.p, launch.q) < HALF_CHAIN:
-        return HALF_SCATTERED if after % HALF_VECTOR else HALF_NARROW
-    return None
 
 
 def merged(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, width: int, parts: int = 1) -> tuple[Step, ...]:

@@ -166,6 +166,7 @@ def is_offered(choice: Choice, factors: Sequence[tuple[int, int]], problem: prob
     for launch in [replace(tuned, config=None).as_launch(factors) for tuned in choice.launches]:
         asked = replace(problem, families=(launch.family,))
         found = [offers(segment_of(asked, launch.start, launch.stop, WIDTHS, placed)).get(launch.family, "") for placed in (False, True)]
-        if not any(launch == other.shifted(launch.start) for offer in found if not isinstance(offer, str) for _, other in offer):
+        made = [bid.launch.shifted(launch.start) for offer in found if not isinstance(offer, str) for bid in offer]
+        if not any((one.steps, one.family) == (launch.steps, launch.family) for one in made):
             return False
     return True

@@ -93,8 +93,8 @@ def whole_plans(multiply: problems.Problem) -> list[Choice]:
     found = [closed, Choice(closed.launches[::-1])]
     for names, keep in (((), PLANS), *[((name,), 1) for name in BY_NAME]):
         with contextlib.suppress(ValueError):  # a family that does not take some of the factors
-            made = plans(replace(multiply, families=names), keep, WIDTHS)
-            found += [Choice(tuple(map(TunedLaunch.of, launches))) for _, launches in made]
+            made = plans(replace(multiply, families=names, counts_host=False), keep, WIDTHS)
+            found += [Choice(tuple(map(TunedLaunch.of, one.launches))) for one in made]
     return list(dict.fromkeys(found))
 
 

@@ -154,10 +154,10 @@ def test_refusals_say_why() -> None:
         kron_plan(x, factors, device="H100")
     with (
         families("slice_pair", "fragments"),
-        pytest.raises(ValueError, match=r"slice_pair takes half precision .*; fragments takes a"),
+        pytest.raises(ValueError, match=r"fragments takes a .*; slice_pair takes half precision"),
     ):
         kron_plan(x, factors, device="A100")
-    with pytest.raises(ValueError, match=r"names: expected some of narrow, tile, .*; got 'tiles'"), families("tiles"):
+    with pytest.raises(ValueError, match=r"names: expected some of .*, narrow, .*; got 'tiles'"), families("tiles"):
         pass
     with pytest.raises(ValueError, match="device: expected a GPU, or one of A100"):
         kron_plan(x, factors, device="V100")

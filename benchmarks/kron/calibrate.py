@@ -1,0 +1,364 @@
+"""Prices of the families' launches on one GPU: single launches are measured, and the planner's quantities fitted to their times.
+
+    python -m benchmarks.kron.calibrate --measure rows.csv --minutes 5            # on the GPU; again to go on
+    python -m benchmarks.kron.calibrate --fit rows.csv --out fastkron_py/kron/rates/hopper.json
+
+A launch multiplies some neighbouring modes with elements before and after them. Its modelled time is a sum of quantities, each times a
+price (`kron.rates.priced`). Prices are fitted by least squares of the times' logarithms, for each family and dtype, and none is negative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from rich.progress import track
+from scipy.optimize import least_squares, nnls
+
+from benchmarks.kron.programs import pretending
+from fastkron_py.kron import forward, matmul_step
+from fastkron_py.kron.canonical import Scale
+from fastkron_py.kron.families import (
+    BY_NAME,
+    asked,
+    butterfly,
+    family_of,
+    fragments,
+    narrow,
+    slice_pair,
+    tile,
+    torch_products,
+    wgmma,
+    whole_row,
+)
+from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.planner import Place, placed_segment, widths_of
+from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, Segment
+from fastkron_py.kron.rates import at_least
+from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.program import Program
+
+DTYPES: Final = ("float32", "bfloat16", "float64")
+CASES: Final = 900  # of each dtype
+MOST_ELEMENTS: Final = 1 << 24  # of x and of the result
+WIDEST: Final = 3000
+CHAINED: Final = {2: 128, 3: 32, 4: 16, 5: 8, 6: 4}  # the widest factor of a chain, by their number
+AFTER: Final = (2, 8, 30, 33, 64, 128, 1000)
+SECONDS: Final = 2e-3  # that a measured graph takes, about
+ROUNDS: Final = 5
+FOLDS: Final = 5  # of the launches, one of which is left out of a fit at a time
+WORST: Final = 10  # choices that are printed
+
+
+class Row(NamedTuple):
+    """A launch and its time.
+
+    Attributes:
+        dtype: of the tensors.
+        rows: of x.
+        before: elements of a row before the modes.
+        shapes: of the factors, "2x2 3x4".
+        after: elements after the modes.
+        family: of the launch, of torch's products the algorithm.
+        steps: numbers of factors that each step multiplies, "1 2".
+        to_front: whether the launch moves its modes ahead of the others.
+        us: microseconds in a CUDA graph that runs it again and again.
+    """
+
+    dtype: str
+    rows: int
+    before: int
+    shapes: str
+    after: int
+    family: str
+    steps: str
+    to_front: int
+    us: float
+
+    @property
+    def case(self) -> tuple[Any, ...]:
+        """What is multiplied."""
+        return self[:5]
+
+    @property
+    def factors(self) -> list[tuple[int, int]]:
+        """Rows and columns of the factors."""
+        return [(int(p), int(q)) for p, q in (shape.split("x") for shape in self.shapes.split())]
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of a file."""
+    with path.open(newline="") as lines:
+        return [
+            Row(d, int(r), int(b), s, int(a), f, n, int(t), float(us))
+            for d, r, b, s, a, f, n, t, us in itertools.islice(csv.reader(lines), 1, None)
+        ]
+
+
+# ---- quantities and prices -----------------------------------------------------------------------
+
+
+def problem_of(row: Row) -> Problem:
+    """The multiply: modes between two that no factor multiplies."""
+    factors, width = row.factors, row.before * row.after
+    sizes = (row.before, *[p for p, _ in factors], row.after)
+    shapes = [(1, row.before, row.before), *[(1, *f) for f in factors], (1, row.after, row.after)]
+    strides = [(0, f[2], 1) for f in shapes]
+    elements = width * math.prod([p for p, _ in factors])
+    gpu = devices.gpu_of(torch.device("cuda"))
+    return Problem(
+        (1, row.rows, elements, 1), Rows(row.rows * elements, elements, 1), None, tuple(shapes), tuple(strides), 1, 1 + len(factors), sizes,
+        False, "highest", getattr(torch, row.dtype), gpu, whole_rows=True,
+    )  # fmt: skip
+
+
+def segment_of(row: Row) -> Segment:
+    """All of its factors."""
+    problem = problem_of(row)
+    place = Place(row.before * row.after, 1) if row.to_front else Place(row.before, row.after)
+    return placed_segment(problem, 0, len(row.factors), place, widths_of(problem), not row.to_front, True)
+
+
+def launch_of(row: Row) -> Launch:
+    """The launch, whose steps count from the first factor."""
+    ps, qs = zip(*row.factors, strict=True)
+    ends = [0, *itertools.accumulate(map(int, row.steps.split()))]
+    family = row.family if row.family in BY_NAME else torch_products.name
+    return Launch(tuple([Step.of(ps, qs, start, stop) for start, stop in itertools.pairwise(ends)]), family)
+
+
+def quantities(row: Row) -> tuple[str, dict[str, float]]:
+    """The section of its prices, and the quantities, as the families state them."""
+    segment, launch = segment_of(row), launch_of(row)
+    problem, mode, steps = segment.problem, segment.mode, launch.steps
+    match row.family:
+        case tile.name:
+            config = tile.configs(launch, problem.itemsize, mode.slices, (segment.before, segment.after), problem.gpu)[0]
+            if isinstance(config, tile.SingleConfig):
+                return tile.name, tile.step_quantities(mode, config)
+            return "tile_chain", tile.chain_quantities(mode, launch, config)
+        case fragments.name:
+            sectors = fragments.run_sectors(segment.before, segment.after)
+            made = fragments.chained_config(steps, problem.itemsize, sectors, mode.slices)
+            assert made is not None
+            return fragments.name if len(steps) == 1 else "fragments_chain", fragments.chained_quantities(mode, steps, made)
+        case narrow.name:
+            return narrow.name, narrow.quantities(mode, steps[0])
+        case slice_pair.name:
+            return slice_pair.name, slice_pair.quantities(mode, steps)
+        case whole_row.name:
+            return whole_row.name, whole_row.quantities(mode, steps)
+        case butterfly.name:
+            return butterfly.name, butterfly.quantities(mode, segment.ps)
+        case wgmma.name:
+            return wgmma.name, wgmma.quantities(mode)
+        case "matmul":
+            return "matmul", torch_products.matmul_quantities(mode)
+        case _:
+            return "copying", torch_products.copying_quantities(mode)
+
+
+def fit(found: Sequence[tuple[dict[str, float], float]]) -> dict[str, float]:
+    """Prices of quantities, which times follow most closely, by ratio; a few times that do not follow count less."""
+    names = sorted({name for made, _ in found for name, value in made.items() if value})
+    table = np.array([[made.get(name, 0.0) for name in names] for made, _ in found])
+    seconds = np.array([us * 1e-6 for _, us in found])
+    scale = table.max(axis=0)
+    begun, _ = nnls(table / scale / seconds[:, None], np.ones(len(seconds)))
+
+    least = np.array([made["streamed"] for made, _ in found])
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        return np.log(at_least(np.maximum(table / scale @ np.exp(logs), 1e-12), least)) - np.log(seconds)
+
+    made = least_squares(errors, np.log(np.maximum(begun, 1e-9)), bounds=(-25, 25), loss="soft_l1", f_scale=0.15)
+    return {name: float(f"{price:.3g}") for name, price in zip(names, np.exp(made.x) / scale, strict=True) if price >= 2e-3}
+
+
+def prices(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """Prices of all rows' quantities by section and bytes of an element."""
+    grouped = defaultdict[tuple[str, str], list[tuple[dict[str, float], float]]](list)
+    for row in rows:
+        section, made = quantities(row)
+        grouped[section, str(getattr(torch, row.dtype).itemsize)].append((made, row.us))
+    found = defaultdict[str, dict[str, dict[str, float]]](dict)
+    for (section, itemsize), launches in sorted(grouped.items()):
+        found[section][itemsize] = fit(launches)
+    return dict(found)
+
+
+def modelled(row: Row, of: dict[str, dict[str, dict[str, float]]]) -> float:
+    """Microseconds of a row by prices."""
+    section, made = quantities(row)
+    paid = of.get(section, {}).get(str(getattr(torch, row.dtype).itemsize), {})
+    return 1e6 * at_least(sum([paid.get(name, 0.0) * value for name, value in made.items()]), made["streamed"])
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def _log_uniform(generator: random.Random, most: int) -> int:
+    return int(math.exp(generator.uniform(0, math.log(most + 1))))
+
+
+def cases(dtype: str) -> list[Row]:
+    """Random multiplies, of one factor or of several small ones, without a family and a time."""
+    generator, found = random.Random(dtype), list[Row]()
+    while len(found) < CASES:
+        count = generator.choice((1, 1, 1, *CHAINED))
+        most = CHAINED.get(count, WIDEST)
+        ps = [_log_uniform(generator, most) for _ in range(count)]
+        if generator.random() < 0.5:
+            ps = [1 << p.bit_length() - 1 for p in ps]
+        qs = ps if generator.random() < 0.6 else [_log_uniform(generator, most) for _ in range(count)]
+        after = 1 if generator.random() < 0.4 else generator.choice((*AFTER, _log_uniform(generator, 2000)))
+        slices, width = _log_uniform(generator, 1 << 20), after * max(math.prod(ps), math.prod(qs))
+        if 1 << 8 <= width * slices <= MOST_ELEMENTS:
+            before = 1 if generator.random() < 0.5 else _log_uniform(generator, slices)
+            shapes = " ".join([f"{p}x{q}" for p, q in zip(ps, qs, strict=True)])
+            found.append(Row(dtype, slices // before, before, shapes, after, "", "", 0, 0.0))
+    return found
+
+
+def launches(case: Row) -> Iterator[Row]:
+    """The launches that families offer for all factors of a case, in place and to the front."""
+    problem = problem_of(case)
+    for to_front in (0, 1) if case.after == 1 and case.before > 1 else (0,):
+        segment = segment_of(case._replace(to_front=to_front))
+        for family in asked(problem):
+            made = family.refusal(problem) or family.offers(segment) if family.moves_to_front or not to_front else ""
+            for offer in () if isinstance(made, str) else made:
+                steps = " ".join([str(step.stop - step.start) for step in offer.launch.steps])
+                names = torch_products.multiply_times(segment.mode) if family.name == torch_products.name else (family.name,)
+                yield from [case._replace(family=name, steps=steps, to_front=to_front) for name in names]
+
+
+def program_of(row: Row, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> tuple[Program, LaunchProblem]:
+    """The program of one launch."""
+    problem, launch = problem_of(row), launch_of(row).shifted(1)
+    build = Builder((x, *factors))
+    operand, *matrices = build.inputs
+    shape, width = (1, row.rows, row.before, row.after), row.before * launch.q * row.after
+    y = Rows(row.rows * width, width, 1)
+    made = forward.launch_problem(problem, launch, shape, bool(row.to_front), row.before, problem.x, y, final=True)
+    if row.family in torch_products.ALGORITHMS:
+        result = matmul_step.add_products(build, made, operand, matrices, None, None, Scale(), row.family)
+    else:
+        result = family_of(launch).add(build, made, operand, matrices, None, None, Scale())
+    return build.program([result]), made
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """The median time of a call in a CUDA graph that repeats it."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timed(run: Callable[[], Any]) -> float:
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return 1e3 * float(begin.elapsed_time(end))
+
+    call()
+    count = max(2, min(20, int(1e6 * SECONDS / max(1.0, timed(call)))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    graph.replay()
+    return statistics.median([timed(graph.replay) for _ in range(ROUNDS)]) / count
+
+
+def measure(path: Path, minutes: float) -> None:
+    """Append launches and their times to a file, as far as the minutes go."""
+    stop, known = time.monotonic() + 60 * minutes, {row.case for row in read(path)} if path.exists() else set()
+    everything = [case for dtype in DTYPES for case in cases(dtype) if case.case not in known]
+    random.Random(len(known)).shuffle(everything)
+    with path.open("a", newline="") as lines:
+        table = csv.writer(lines, lineterminator="\n")
+        if not known:
+            table.writerow(Row._fields)
+        for case in track(everything, description="launches"):
+            if time.monotonic() > stop:
+                return
+            dtype, width = getattr(torch, case.dtype), case.before * math.prod([p for p, _ in case.factors]) * case.after
+            x = torch.randn(1, case.rows, width, 1, dtype=dtype, device="cuda")
+            matrices = [torch.randn(1, p, q, dtype=dtype, device="cuda") for p, q in ((1, 1), *case.factors, (1, 1))]
+            for row in launches(case):
+                program, made = program_of(row, x, matrices)
+                us = microseconds(partial(program, (x, *matrices)))
+                if not made.fell_back:
+                    table.writerow(row._replace(us=round(us, 2)))
+
+
+# ---- what came of it -----------------------------------------------------------------------------
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Print how prices that were fitted to other launches tell times, and what the choices by them take over the best ones."""
+    cases = sorted({row.case for row in rows})
+    random.Random(0).shuffle(cases)
+    fold = {case: i % FOLDS for i, case in enumerate(cases)}
+    told, ratios = dict[Row, float](), defaultdict[tuple[str, str], list[float]](list)
+    for left_out in range(FOLDS):
+        paid = prices([row for row in rows if fold[row.case] != left_out])
+        told |= {row: modelled(row, paid) for row in rows if fold[row.case] == left_out}
+    grouped = defaultdict[tuple[Any, ...], list[Row]](list)
+    for row in rows:
+        grouped[row.case].append(row)
+        ratios[row.family, row.dtype].append(row.us / max(told[row], 1e-3))
+    for (family, dtype), found in sorted(ratios.items()):
+        if len(found) > 1:
+            low, *_, high = statistics.quantiles(found, n=10)
+            spread = f"{len(found):4} launches, measured over modelled: median {statistics.median(found):.2f}"
+            print(f"{family:14} {dtype:9} {spread}, {low:.2f} to {high:.2f}")
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        losses = []
+        for case, found in grouped.items():
+            in_place = [row for row in found if not row.to_front]
+            if case[0] == dtype and in_place:
+                chosen, best = min(in_place, key=lambda row: told[row]), min(in_place, key=lambda row: row.us)
+                losses.append((chosen.us / best.us, chosen, best))
+        mean = math.exp(statistics.mean([math.log(loss) for loss, _, _ in losses]))
+        print(f"{dtype}: choices take {mean:.3f} times the best, in geometric mean over {len(losses)}")
+        for loss, chosen, best in sorted(losses, reverse=True)[:WORST]:
+            print(f"  {loss:.2f} {'x'.join(map(str, chosen[1:5]))}: {chosen.family} {chosen.us:.1f}, best {best.family} {best.us:.1f}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, or fit."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kron.calibrate", description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--measure", type=Path, metavar="ROWS", help="the file of measured launches to write, or to add to")
+    what.add_argument("--fit", type=Path, metavar="ROWS", help="the file of measured launches")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of measuring")
+    parser.add_argument("--out", type=Path, help="the GPU's file of rates, whose prices are replaced")
+    options = parser.parse_args(arguments)
+    if options.measure:
+        with torch.no_grad():
+            measure(options.measure, options.minutes)
+        return
+    with pretending():
+        rows = read(options.fit)
+        report(rows)
+        if options.out:
+            found = json.loads(options.out.read_text()) | {"prices": prices(rows)}
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

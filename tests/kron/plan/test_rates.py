@@ -1,0 +1,32 @@
+"""Measured figures: each family's, of each GPU; a GPU's file holds what differs from another one's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fastkron_py.kron import rates
+from fastkron_py.kron.rates import figure
+from fastkron_py.runtime.gpu import HOPPER, NAMED
+
+
+@pytest.mark.parametrize("gpu", set(NAMED.values()), ids=lambda gpu: gpu.name)
+def test_each_gpu_has_figures(gpu) -> None:
+    for itemsize in (2, 4, 8):
+        assert 0 < figure("torch_products", gpu, "term", itemsize) < 1e-6
+
+
+def test_a_figure_that_is_not_there_is_named() -> None:
+    with pytest.raises(KeyError, match="'tile', 'looped', '3'"):
+        figure("tile", HOPPER, "looped", 3)
+
+
+def test_a_file_holds_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates.resources, "files", lambda _: tmp_path)
+    (tmp_path / "first.json").write_text(json.dumps({"tile": {"start": 1e-6, "share": {"2": 0.5, "4": 0.6}}}))
+    (tmp_path / "second.json").write_text(json.dumps({"like": "first", "tile": {"share": {"4": 0.7}}}))
+    other = replace(HOPPER, rates="second")
+    assert [figure("tile", other, "share", 2), figure("tile", other, "share", 4), figure("tile", other, "start")] == [0.5, 0.7, 1e-6]
