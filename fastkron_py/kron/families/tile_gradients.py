@@ -101,29 +101,21 @@ def _whole_run(after: int) -> int:
     return after & -after
 
 
-def fused_cost(group: Group, problem: GradientProblem, outside: float, after: int) -> float:
-    """Modelled time of a fused kernel, in units of moving one element once: its traffic, and work on chip that hides badly.
+def fused_seconds(group: Group, problem: GradientProblem, mode: Mode) -> float:
+    """Seconds of any family's fused kernel, of a group as one mode: its traffic, and work on chip that hides badly.
 
     Args:
         group: its factors.
         problem: the backward pass.
-        outside: slices, or these over some number that the result is over as well.
-        after: neighbours that a slice's elements stand among.
+        mode: the group's, where it stands.
     """
+    of, sector = partial(figure, RATES, problem.gpu), _sector(problem)
+    run, held = _whole_run(mode.after), mode.slices * tile_width(group, problem) / problem.parts
+    is_whole = mode.after == 1 or run >= 4 * sector
+    scattered = 1.0 if is_whole else of("scattered", "sectors" if run >= sector else "less")
     p, q = problem.size(group.start, group.stop)
-    u, g = outside * p, outside * q
-    of = partial(figure, RATES, problem.gpu)
-    run, held = _whole_run(after), outside * tile_width(group, problem) / problem.parts
-    is_whole = after == 1 or run >= 4 * _sector(problem)
-    scattered = 1.0 if is_whole else of("scattered", "sectors" if run >= _sector(problem) else "less")
-    return scattered * (2 * u + g) + of("on_chip", "chain" if group.split > group.start else "step") * held
-
-
-def fused_seconds(group: Group, problem: GradientProblem, mode: Mode) -> float:
-    """Seconds of any family's fused kernel, of a group as one mode."""
-    return figure(RATES, problem.gpu, "fused") * (
-        fused_cost(group, problem, mode.slices, mode.after) * problem.element / problem.gpu.bandwidth
-    )
+    moved = scattered * mode.slices * (2 * p + q) + of("on_chip", "chain" if group.split > group.start else "step") * held
+    return of("fused") * moved * problem.element / problem.gpu.bandwidth
 
 
 def fused_configs(problem: GradientProblem, split: int, groups: int) -> tuple[FusedConfig, ...]:

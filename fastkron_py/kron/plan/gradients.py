@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from fastkron_py.kron.families import tile, torch_products, wgmma
 from fastkron_py.kron.families.tile import RESIDENT
-from fastkron_py.kron.families.tile_gradients import LARGEST_TILE, fused_cost, fused_seconds, is_fused, looped_seconds
+from fastkron_py.kron.families.tile_gradients import LARGEST_TILE, fused_seconds, is_fused, looped_seconds
 from fastkron_py.kron.gradient_problem import GradientProblem, Group
 from fastkron_py.kron.problem import Mode
 from fastkron_py.kron.rates import figure
@@ -31,15 +31,6 @@ WORTH_SAVING: Final = 0.95  # of the modelled time without an intermediate
 # ---- groups --------------------------------------------------------------------------------------
 
 
-def _cost(group: Group, problem: GradientProblem, outside: float, after: int, overhead: float) -> float:
-    """Modelled time of a group, in units of moving one element once; its input u is computed again, which is a multiply."""
-    p, q = problem.size(group.start, group.stop)
-    u, g = outside * p, outside * q
-    if not group.fused:
-        return 2.2 * (u + g) + 2 * u + 2 * overhead
-    return fused_cost(group, problem, outside, after) + 2 * u + overhead
-
-
 def _candidates(start: int, stop: int, problem: GradientProblem) -> list[Group]:
     # A split right after a 1 x 1 is one before it again; there may be dozens of those.
     groups = [Group(start, split, stop) for split in range(start, stop) if split == start or problem.shapes[split - 1] != (1, 1)]
@@ -51,8 +42,6 @@ def _candidates(start: int, stop: int, problem: GradientProblem) -> list[Group]:
 def gradient_plan(problem: GradientProblem) -> tuple[Group, ...]:
     """Cut factors into groups, first factors first, by dynamic programming for the least modelled time."""
     shapes = problem.shapes
-    start = figure("launch", problem.gpu, "start") * problem.gpu.bandwidth  # in bytes that are moved
-    overhead = start / problem.element / max(1, problem.rows * problem.columns)
     best: list[tuple[float, tuple[Group, ...]]] = [(0.0, ())]
     for stop in range(1, len(shapes) + 1):
         found = []
@@ -60,12 +49,27 @@ def gradient_plan(problem: GradientProblem) -> tuple[Group, ...]:
             groups = _candidates(start, stop, problem)
             if not groups and math.prod(p * q for p, q in shapes[start:stop]) > LARGEST_TILE**2:
                 break  # longer segments only have wider tiles
-            after = math.prod(q for _, q in shapes[stop:])
-            outside = float(math.prod(p for p, _ in shapes[:start]) * after)
-            costs = [_cost(g, problem, outside, after * problem.columns, overhead) for g in groups]
+            widths = [p if i < start else q for i, (p, q) in enumerate(shapes)]
+            costs = [_group_seconds(group, problem, widths, start > 0) for group in groups]
             found += [(best[start][0] + c, (*best[start][1], g)) for c, g in zip(costs, groups, strict=True)]
         best.append(min(found, key=lambda c: (c[0], len(c[1]))))
     return best[-1][1]
+
+
+def _group_seconds(group: Group, problem: GradientProblem, widths: Sequence[int], is_applied: bool) -> float:
+    """Modelled time of a group: its factors' gradients, dx, and its multiply to x if the group ahead of it wants that.
+
+    Args:
+        group: see above.
+        problem: the backward pass.
+        widths: of the modes of dy when it is the group's turn.
+        is_applied: whether another group is ahead.
+    """
+    mode = problem.mode(group.start, group.stop, widths)
+    if not group.fused:
+        return _alone_seconds(mode, is_applied, _has_wgmma(problem))
+    start = figure("launch", problem.gpu, "start")
+    return start + fused_seconds(group, problem, mode) + (start + mode.traffic() if is_applied else 0.0)
 
 
 # ---- their order ---------------------------------------------------------------------------------
@@ -77,11 +81,7 @@ def seconds(groups: Sequence[Group], problem: GradientProblem) -> float:
     """Modelled time of a backward pass that takes groups in this order; they count factors as memory does."""
     total, widths = 0.0, [q for _, q in problem.shapes]  # of dy
     for i, group in enumerate(groups):
-        mode = problem.mode(group.start, group.stop, widths)
-        if group.fused:
-            total += fused_seconds(group, problem, mode) + (mode.traffic() if i else 0.0)
-        else:
-            total += _alone_seconds(mode, i > 0, _has_wgmma(problem))
+        total += _group_seconds(group, problem, widths, i > 0)
         widths[group.start : group.stop] = [p for p, _ in problem.shapes[group.start : group.stop]]
     return total
 

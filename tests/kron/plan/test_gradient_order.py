@@ -24,7 +24,7 @@ def found(shapes: Shapes, rows: int, itemsize: int = 4) -> tuple[list[Group], li
     [
         (((8, 8), (512, 512)), 4096, [1, 0]),  # the wide factor is not multiplied to x again
         (((512, 512), (8, 8)), 4096, [0, 1]),
-        (((718, 66), (1, 10), (80, 5), (52, 386)), 1, [3, 1, 0, 2]),  # the one that narrows x most is multiplied to it first
+        (((718, 66), (1, 10), (80, 5), (52, 386)), 1, [1, 3, 0, 2]),  # those that narrow x most are multiplied to it first
         (((32, 32),) * 3, 1024, [0, 1, 2]),  # nothing to gain
         (((256, 256),) * 2, 1024, [0, 1]),
     ],
