@@ -126,10 +126,11 @@ def force_products(monkeypatch, algorithm: str) -> None:
 
     names = {"looped": ("tile",), "wgmma": ("wgmma", "tile", "narrow")}.get(algorithm, ("torch_products",))
     monkeypatch.setattr(forward, "families_in_force", SimpleNamespace(get=lambda: names))
-    monkeypatch.setattr(torch_products, "multiply_algorithm", lambda *_: algorithm)
+    planner.plan.cache_clear()
     if algorithm == "wgmma":
-        planner.plan.cache_clear()
-        monkeypatch.setattr(tile, "looped_seconds", lambda mode: 1.0)
+        monkeypatch.setattr(tile, "seconds", lambda *_: 1.0)
+    elif names == (torch_products.name,):
+        monkeypatch.setattr(torch_products, "multiply_times", lambda mode: {algorithm: 1.0})
 
 
 def force_gradients(monkeypatch, algorithm: str) -> None:

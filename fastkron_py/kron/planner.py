@@ -313,21 +313,22 @@ def _in_place(problem: Problem, draft: Draft, widths: tuple[int, ...], bids: _Bi
     launches.sort(key=lambda launch: launch.q / launch.p)
     best = _placed(problem, launches, False)._replace(seconds=draft.seconds, host=draft.host)
     if not problem.ends_with_last and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for launch in launches]):
-        orders = [_repriced(problem, order, widths, bids) for order in permutations(launches)]
-        least = min(orders, key=lambda made: made.seconds)
-        if least.seconds < min(orders[0].seconds * WORTH_ORDERING, orders[0].seconds - TIE_SECONDS):
+        orders = [_repriced(problem, order, widths, bids, is_free) for is_free in (True, False) for order in permutations(launches)]
+        least = min(orders, key=lambda made: (time_of(problem, made), made.seconds))
+        kept = time_of(problem, best)
+        if time_of(problem, least) < min(kept * WORTH_ORDERING, kept - TIE_SECONDS):
             return least
     return best
 
 
-def _repriced(problem: Problem, launches: Sequence[Launch], widths: tuple[int, ...], bids: _Bids) -> Plan:
-    """The launches in place in this order, each by the best offer for its factors where they stand: of its family, if the host counts."""
+def _repriced(problem: Problem, launches: Sequence[Launch], widths: tuple[int, ...], bids: _Bids, is_free: bool) -> Plan:
+    """The launches in place in this order, each by the best offer for its factors where they stand: of any family, or of its own."""
     found, seconds, host = list[Launch](), 0.0, 0.0
     made = _placed(problem, launches, False)
     for launch, place in zip(made.launches, made.places, strict=True):
         start, stop = launch.start - problem.start, launch.stop - problem.start
         offers = bids.best_of(placed_segment(problem, start, stop, place, widths, True, launch is made.launches[-1]))
-        own = [offer for offer in offers if offer.launch.family == launch.family] if problem.counts_host else offers[:1]
+        own = offers[:1] if is_free else [offer for offer in offers if offer.launch.family == launch.family]
         offer = own[0] if own else Offer(math.inf, launch)
         found.append(offer.launch.shifted(launch.start) if own else launch)
         seconds, host = seconds + offer.seconds, host + bids.host_of(offer)

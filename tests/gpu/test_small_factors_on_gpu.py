@@ -25,7 +25,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched; any number of rows takes this one."""
     if not butterfly.takes(SINGLE, gpu_of(torch.device("cuda"))):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(butterfly, "small_factors_cost", lambda *_: (0.0, 0.0))
+    monkeypatch.setattr(butterfly, "quantities", lambda *_: {"streamed": 0.0})
     monkeypatch.setattr(butterfly, "_LEAST_BITS", 0)
     planner.plan.cache_clear()
     yield watch_kernels(monkeypatch)

@@ -49,7 +49,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that are launched; few rows take this one too, and none the kernel for pairs, which may save a launch."""
     if not whole_row.takes(torch.bfloat16, gpu_of(torch.device("cuda"))):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(whole_row, "whole_row_cost", lambda *_: 0.0)
+    monkeypatch.setattr(whole_row, "quantities", lambda *_: {"streamed": 0.0})
     monkeypatch.setattr(slice_pair, "slice_pairs", lambda *sizes: iter(()))
     planner.plan.cache_clear()
     yield watch_kernels(monkeypatch)

@@ -21,13 +21,12 @@ from fastkron_py.kron.families.fragments import (
     ChainedStep,
     Fragments,
     chained_config,
-    chained_cost,
     chained_layout,
     chained_pad,
     run_sectors,
 )
 from fastkron_py.kron.plan.steps import Launch, Step
-from fastkron_py.runtime.gpu import HOPPER, SECTOR_BYTES
+from fastkron_py.runtime.gpu import SECTOR_BYTES
 
 LONGEST_LAYOUT = 15  # bits of a tile's index
 
@@ -203,15 +202,6 @@ def test_plans_with_chained(ps, rows, chained_of):
     launches = planned(ps, rows=rows, missing=("small_factors",))
     assert all(launch.family == "fragments" for launch in launches)
     assert sorted(len(launch.steps) for launch in launches) == sorted(chained_of)
-
-
-def test_large_tiles_want_many_slices():
-    """Few of them leave most multiprocessors idle: 32 tiles cost as much as 64."""
-    steps = steps_of([(16, 16)] * 3)
-    config = chained_config(steps, 4, 1, 256)
-    assert config is not None
-    few, enough, many = [chained_cost(steps, config, count, HOPPER) for count in (256, 512, 10**6)]
-    assert few == 2 * enough == 2 * many
 
 
 def test_a_run_behind_other_modes_has_no_whole_rows():

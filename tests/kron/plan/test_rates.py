@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 
 from fastkron_py.kron import rates
-from fastkron_py.kron.rates import figure
+from fastkron_py.kron.rates import figure, priced
 from fastkron_py.runtime.gpu import HOPPER, NAMED
 
 
-@pytest.mark.parametrize("gpu", set(NAMED.values()), ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", dict.fromkeys(NAMED.values()), ids=lambda gpu: gpu.name)
 def test_each_gpu_has_figures(gpu) -> None:
     for itemsize in (2, 4, 8):
-        assert 0 < figure("torch_products", gpu, "term", itemsize) < 1e-6
+        assert 0 < figure("torch_products", gpu, "batch", itemsize) < 1e-5
+        assert 0 < priced("tile", gpu, itemsize, {"start": 1e-6, "streamed": 0.0}) < 1e-5
 
 
 def test_a_figure_that_is_not_there_is_named() -> None:
-    with pytest.raises(KeyError, match="'tile', 'looped', '3'"):
-        figure("tile", HOPPER, "looped", 3)
+    with pytest.raises(KeyError, match="'tile_gradients', 'looped', '3'"):
+        figure("tile_gradients", HOPPER, "looped", 3)
 
 
 def test_a_file_holds_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
