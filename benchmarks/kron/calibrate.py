@@ -255,7 +255,7 @@ def program_of(row: Row, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> tu
     shape, width = (1, row.rows, row.before, row.after), row.before * launch.q * row.after
     y = Rows(row.rows * width, width, 1)
     made = forward.launch_problem(problem, launch, shape, bool(row.to_front), row.before, problem.x, y, final=True)
-    if row.family in torch_products.ALGORITHMS:
+    if row.family in ("matmul", "copying"):
         result = matmul_step.add_products(build, made, operand, matrices, None, None, Scale(), row.family)
     else:
         result = family_of(launch).add(build, made, operand, matrices, None, None, Scale())

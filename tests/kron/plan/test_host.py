@@ -18,11 +18,10 @@ from fastkron_py.kron.problem import HostWork, Offer, Problem, contiguous_proble
 from fastkron_py.runtime import call_cache
 from fastkron_py.runtime.gpu import HOPPER
 
-EAGER = {  # problems that torch took fewer steps for: shapes, rows, dtype, and the families that the host has time for
-    "two products": ([(74, 219), (114, 223)], 138, torch.float16, ["torch_products", "torch_products"]),
-    "few rows": ([(519, 24), (143, 132)], 9, torch.float32, ["torch_products", "wgmma"]),
-    "one odd factor": ([(307, 307)], 5993, torch.bfloat16, ["torch_products"]),
-    "small": ([(5, 12), (33, 33)], 2842, torch.float32, ["tile"]),
+EAGER = {  # problems that torch took fewer steps for: shapes, rows, dtype
+    "two products": ([(74, 219), (114, 223)], 138, torch.float16),
+    "few rows": ([(519, 24), (143, 132)], 9, torch.float32),
+    "one odd factor": ([(307, 307)], 5993, torch.bfloat16),
 }
 
 
@@ -33,10 +32,9 @@ def planned(shapes: list[tuple[int, int]], rows: int, dtype: torch.dtype, counts
 
 @pytest.mark.parametrize("case", EAGER)
 def test_a_caller_waits_less_than_for_the_plan_of_the_device(case: str) -> None:
-    shapes, rows, dtype, families = EAGER[case]
+    shapes, rows, dtype = EAGER[case]
     _, device = planned(shapes, rows, dtype, False)
     problem, eager = planned(shapes, rows, dtype, True)
-    assert [launch.family for launch in eager.launches] == families
     assert eager.host < device.host
     assert eager.seconds >= device.seconds
     assert planner.time_of(problem, eager) < planner.WORTH_WAITING * planner.time_of(problem, device)
@@ -70,11 +68,10 @@ def test_no_draft_that_may_be_the_best_is_dropped(monkeypatch: pytest.MonkeyPatc
 
 
 def test_plans_say_what_the_host_takes() -> None:
-    shapes, rows, dtype, families = EAGER["few rows"]
+    shapes, rows, dtype = EAGER["few rows"]
     eager = kron_plan((rows, 519 * 143), shapes, dtype=dtype, device="H100")
     with host_time(False):
         device = kron_plan((rows, 519 * 143), shapes, dtype=dtype, device="H100")
-    assert [launch.family for launch in eager.launches] == families
     assert eager.host_seconds < device.host_seconds
     assert f"; device {1e6 * eager.seconds:.0f} us, host {1e6 * eager.host_seconds:.0f} us" in str(eager)
 
@@ -95,7 +92,7 @@ def test_the_host_is_part_of_a_calls_key_and_a_capture_is_not(monkeypatch: pytes
 def test_a_program_is_planned_for_what_counts() -> None:
     from fastkron_py.kron import operator
 
-    shapes, rows, dtype, _ = EAGER["two products"]
+    shapes, rows, dtype = EAGER["two products"]
     x, factors = torch.empty(rows, 74 * 114, dtype=dtype), [torch.empty(shape, dtype=dtype) for shape in shapes]
 
     def steps() -> int:

@@ -101,7 +101,7 @@ def anything(draw):
         planned = contiguous_problem(factors, p.rows, p.columns, torch.float32, INTERPRETER)
         offer = offers(segment_of(replace(planned, families=(family,)), start, stop, WIDTHS, False))[family]
         if not isinstance(offer, str):
-            launch = TunedLaunch.of(draw(st.sampled_from([launch for _, launch in offer])).shifted(start))
+            launch = TunedLaunch.of(draw(st.sampled_from([made.launch for made in offer])).shifted(start))
             launches.append(replace(launch, config=draw(configs(len(launch.steps))) if family == "tile" else None))
             stop = start
     return p, Choice(tuple(draw(st.permutations(launches))))

@@ -1,0 +1,94 @@
+"""Prices of launches: what the fit finds, that the recorded times follow it, and that choices by it are nearly the best ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.kron import calibrate
+from benchmarks.kron.programs import pretending
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "benchmarks" / "results" / "calibration_h100.csv"
+RATES = ROOT / "fastkron_py" / "kron" / "rates" / "hopper.json"
+SOME = 250  # cases of each dtype
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[calibrate.Row]:
+    """The recorded launches of some cases."""
+    found = calibrate.read(RECORDED)
+    chosen = set[tuple[Any, ...]]()
+    for dtype in calibrate.DTYPES:
+        chosen |= {*random.Random(0).sample(sorted({row.case for row in found if row.dtype == dtype}), SOME)}
+    return [row for row in found if row.case in chosen]
+
+
+def test_the_fit_finds_prices() -> None:
+    """Of times that are sums of quantities, but for noise of a few percent, and a time that is not."""
+    generator = random.Random(0)
+    launches = []
+    for _ in range(300):
+        made = {"start": 1e-6, "bytes": generator.uniform(0, 1e-4), "unused": generator.uniform(0, 1e-4), "streamed": 0.0}
+        us = (2.5 + 1e6 * 0.4 * made["bytes"]) * math.exp(generator.gauss(0, 0.03))
+        launches.append((made, us))
+    launches[0] = (launches[0][0], 1000 * launches[0][1])
+    prices = calibrate.fit(launches)
+    assert prices["start"] == pytest.approx(2.5, rel=0.05)
+    assert prices["bytes"] == pytest.approx(0.4, rel=0.05)
+    assert prices.get("unused", 0.0) < 0.01
+
+
+def test_choices_by_the_recorded_prices_are_nearly_the_best(rows: list[calibrate.Row]) -> None:
+    """Prices that are those of another quantity are no better than chance, which shows that the check can fail."""
+    prices = json.loads(RATES.read_text())["prices"]
+    wrong = {section: {size: {"start": 1.0} for size in sizes} for section, sizes in prices.items()}
+    with pretending():
+        assert max(losses(rows, prices).values()) < 1.1
+        assert min(losses(rows, wrong).values()) > 1.2
+
+
+def test_recorded_times_follow_the_prices(rows: list[calibrate.Row]) -> None:
+    prices = json.loads(RATES.read_text())["prices"]
+    with pretending():
+        ratios = [row.us / calibrate.modelled(row, prices) for row in rows]
+    assert statistics.median(ratios) == pytest.approx(1, abs=0.05)
+    low, *_, high = statistics.quantiles(ratios, n=10)
+    assert 0.65 < low < high < 1.6
+
+
+def losses(rows: list[calibrate.Row], prices: dict[str, Any]) -> dict[str, float]:
+    """Times of the choices over those of the best launches, in geometric mean, by dtype."""
+    cases = defaultdict[tuple[Any, ...], list[calibrate.Row]](list)
+    for row in rows:
+        if not row.to_front:
+            cases[row.case].append(row)
+    found = defaultdict[str, list[float]](list)
+    for case, launches in cases.items():
+        chosen = min(launches, key=lambda row: calibrate.modelled(row, prices))
+        found[case[0]].append(math.log(chosen.us / min([row.us for row in launches])))
+    return {dtype: math.exp(statistics.mean(logs)) for dtype, logs in found.items()}
+
+
+def test_every_launch_of_random_cases_has_quantities_and_a_program() -> None:
+    with pretending():
+        for dtype in calibrate.DTYPES:
+            for case in calibrate.cases(dtype)[:12]:
+                width = case.before * math.prod([p for p, _ in case.factors]) * case.after
+                x = torch.empty(1, case.rows, width, 1, dtype=getattr(torch, dtype), device="meta")
+                factors = [torch.empty(1, p, q, dtype=x.dtype, device="meta") for p, q in ((1, 1), *case.factors, (1, 1))]
+                found = list(calibrate.launches(case))
+                assert {"tile", "matmul"} <= {row.family for row in found} or len(case.factors) > 1
+                for row in found:
+                    _, made = calibrate.quantities(row)
+                    assert min(made.values()) >= 0
+                    assert made["start"] > 0
+                    calibrate.program_of(row, x, factors)
