@@ -188,7 +188,7 @@ FAULTS = [
     ),
     # Rational functions.
     Fault(
-        "fastkron_py/rational/denominators/version_a.py",
+        "fastkron_py/rational/denominators/built_in.py",
         "return q, dq * sign, slopes",
         "return q, dq, slopes",
         (
@@ -199,13 +199,13 @@ FAULTS = [
         ),
     ),
     Fault(
-        "fastkron_py/rational/denominators/version_a.py",
+        "fastkron_py/rational/denominators/built_in.py",
         "return v, with_sign(v, x)",
         "return v, v",
         ("tests/rational/test_api.py", "tests/contracts -k rational", "tests/rational/test_denominators.py"),
     ),
     Fault(
-        "fastkron_py/rational/program_layer_norm.py",
+        "fastkron_py/rational/program.py",
         "[*found, da, db]",
         "[*found, db, da]",
         (

@@ -12,8 +12,7 @@ from fastkron_py.nn.poly_kan_conv import PolyKANConv2d
 from fastkron_py.nn.poly_kan_conversion import SplineKANLinear, convert_kan, from_chebykan, from_efficient_kan
 from fastkron_py.nn.poly_kan_init import smooth_init_
 from fastkron_py.nn.rational import GRKAN, GroupRational
-from fastkron_py.rational.denominators.denominator import Denominator, DeviceFunctions
-from fastkron_py.rational.denominators.registry import register_denominator
+from fastkron_py.rational.denominators.registry import Denominator, DeviceFunctions, register_denominator
 
 __all__ = [
     "GRKAN",

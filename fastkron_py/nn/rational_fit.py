@@ -12,9 +12,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.rational.denominators.denominator import Denominator
 from fastkron_py.rational.denominators.host import host_polynomial, host_powers
-from fastkron_py.rational.denominators.registry import find_denominator
+from fastkron_py.rational.denominators.registry import Denominator, find_denominator
 
 POINTS: Final = 1001
 STARTS: Final = 6

@@ -13,9 +13,8 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
 from fastkron_py.nn.rational_fit import Fit, fit
-from fastkron_py.rational.denominators.denominator import Denominator
 from fastkron_py.rational.denominators.host import host_polynomial
-from fastkron_py.rational.denominators.registry import find_denominator
+from fastkron_py.rational.denominators.registry import Denominator, find_denominator
 from fastkron_py.runtime.eager import constants
 
 # Functions of one variable; the gated ones with both of their inputs the same.

@@ -13,7 +13,7 @@ from torchvision_import import import_torchvision
 
 from fastkron_py import reference
 from fastkron_py.nn.rational_functions import initial
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
+from fastkron_py.rational.api import layer_norm_rational
 
 # Attention's backward pass on a GPU may have no deterministic form. Torch then warns.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*determinis:UserWarning")]
