@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kan import operator
-from fastkron_py.kan.bases.basis import MOST_DEGREE
-from fastkron_py.kan.bases.registry import find_basis
+from fastkron_py.kan.bases.registry import MOST_DEGREE, find_basis
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE

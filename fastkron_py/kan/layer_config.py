@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kan.bases.basis import Basis, Prologue
-from fastkron_py.kan.bases.registry import find_basis
+from fastkron_py.kan.bases.registry import Basis, Prologue, find_basis
 from fastkron_py.kan.bases.table import TABLE_DERIVATIVE_MAKER, TABLE_MAKER, basis_table, table_derivatives, table_values
 from fastkron_py.kan.normalizers import NORMALIZERS, Normalizer
 

@@ -11,9 +11,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastkron_py.kan.kernels.constant import _column_sums_kernel, _constant_kernel, _spread_sums_kernel
+from fastkron_py.kan.kernels.forward import _column_sums_kernel, _constant_kernel, _spread_sums_kernel
+from fastkron_py.kan.launches import whole_vectors
 from fastkron_py.kan.layer_config import wide
-from fastkron_py.kan.problem import whole_vectors
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher

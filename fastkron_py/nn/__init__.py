@@ -3,8 +3,7 @@
 from fastkron_py.gated.activations.activation import Activation
 from fastkron_py.gated.activations.registry import register_activation
 from fastkron_py.gated.api import pack_gated, unpack_gated
-from fastkron_py.kan.bases.basis import Basis
-from fastkron_py.kan.bases.registry import register_basis
+from fastkron_py.kan.bases.registry import Basis, register_basis
 from fastkron_py.nn.gated import GatedMLP
 from fastkron_py.nn.lokr import LoKrConv2d, LoKrLinear
 from fastkron_py.nn.poly_kan import KAN, PolyKANLinear

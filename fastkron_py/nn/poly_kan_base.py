@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fastkron_py.kan.api import DTYPES, LUT_SIZE, check_arguments, check_real, own_bounds, poly_kan, usable_bounds
 from fastkron_py.kan.bases.registry import find_basis
-from fastkron_py.kan.running_range import Calls, is_set
 from fastkron_py.nn.configuration import Configured
 from fastkron_py.nn.memory import has_memory
+from fastkron_py.nn.running_range import Calls, is_set
 from fastkron_py.runtime.checks import check_integer, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 

@@ -17,9 +17,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fastkron_py import poly_kan
-from fastkron_py.kan import running_range
-from fastkron_py.kan.running_range import Calls
-from fastkron_py.nn import KAN, PolyKANConv2d, PolyKANLinear, SplineKANLinear
+from fastkron_py.nn import KAN, PolyKANConv2d, PolyKANLinear, SplineKANLinear, running_range
+from fastkron_py.nn.running_range import Calls
 from fastkron_py.testing import assert_close
 
 Make = Callable[[], nn.Module]
