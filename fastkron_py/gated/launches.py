@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.gated.activations.registry import find_activation
-from fastkron_py.gated.kernels.epilogues import (
+from fastkron_py.gated.kernels import (
     _gate_gradients_kernel,
     epilogue_gate,
     epilogue_gate_and_pair,

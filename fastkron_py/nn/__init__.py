@@ -1,7 +1,6 @@
 """Layers (`torch.nn.Module`) over the functional room."""
 
-from fastkron_py.gated.activations.activation import Activation
-from fastkron_py.gated.activations.registry import register_activation
+from fastkron_py.gated.activations.registry import Activation, register_activation
 from fastkron_py.gated.api import pack_gated, unpack_gated
 from fastkron_py.kan.bases.registry import Basis, register_basis
 from fastkron_py.nn.gated import GatedMLP
