@@ -42,7 +42,7 @@ class Gated(NamedTuple):
         interleaved = self.layout == "interleaved"
         # Read as halves, the two sums of a pair stand in two halves of a tile, and a thread has neighbours of both to store.
         pairs = "stacked" if self.as_halves else self.layout
-        light = epilogue is epilogue_gate and pairs == "stacked" and found.is_light
+        light = epilogue is epilogue_gate and pairs == "stacked" and found.allows_overlap
         return Gemm(epilogue, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True, light=light)
 
     def operands(self, build: Builder, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> tuple[Any, Any, Any]:

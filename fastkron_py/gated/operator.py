@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.gated import program, torch_backend
-from fastkron_py.gated.program import COUNT, sizes
+from fastkron_py.gated.program import NUM_TENSORS, sizes
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.eager import TENSOR_TYPES, takes_fast_path, wants_gradient
@@ -92,16 +92,16 @@ def _vmap_saving(size: int, dims: Sequence[Any], tensors: Sequence[Any], options
 
 
 def _fake_backward(dy: Tensor, *arguments: Any) -> list[Tensor]:
-    needs = arguments[COUNT + 1 : 2 * COUNT + 1]
-    return [t.new_empty(t.shape) for t, need in zip(arguments[:COUNT], needs, strict=True) if need and t is not None]
+    needs = arguments[NUM_TENSORS + 1 : 2 * NUM_TENSORS + 1]
+    return [t.new_empty(t.shape) for t, need in zip(arguments[:NUM_TENSORS], needs, strict=True) if need and t is not None]
 
 
 def _backward_second(saved: Saved, *cotangents: Tensor | None) -> Sequence[Tensor | None]:
     """Cotangents of dy and of the tensors; of the pairs, which the tensors make, none."""
     if all(c is None for c in cotangents):
-        return (None,) * (COUNT + 2)
+        return (None,) * (NUM_TENSORS + 2)
     dy, *tensors, _ = saved.tensors
-    needs, (activation, layout, precision, _) = saved.options[:COUNT], saved.options[COUNT:]
+    needs, (activation, layout, precision, _) = saved.options[:NUM_TENSORS], saved.options[NUM_TENSORS:]
     with torch_products(dy, precision):
         found = second_order(lambda *given: torch_backend.forward(given, activation, layout), dy, tensors, take(cotangents, needs))
     return *found, None
@@ -109,12 +109,12 @@ def _backward_second(saved: Saved, *cotangents: Tensor | None) -> Sequence[Tenso
 
 def _gradients_in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> list[Tensor]:
     """The gradients that are needed; the pairs, which the tensors make, are not read."""
-    dy, *given = tensors[: COUNT + 1]
+    dy, *given = tensors[: NUM_TENSORS + 1]
     needs = [need and t is not None for need, t in zip(options, given, strict=False)]
 
     def layer(*wanted: Tensor) -> Tensor:
         operands = [t if w is None else w for t, w in zip(given, take(wanted, needs), strict=True)]
-        return _in_torch(operands, options[COUNT:])
+        return _in_torch(operands, options[NUM_TENSORS:])
 
     return list(torch.func.vjp(layer, *[t for t, need in zip(given, needs, strict=True) if need])[1](dy))
 

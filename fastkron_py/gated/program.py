@@ -20,7 +20,7 @@ from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.torch_products import add_product, column_sums, linear, product, transposed_product
 
-COUNT: Final = 6  # tensors of a layer
+NUM_TENSORS: Final = 6  # tensors of a layer
 
 Wide = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """x ``[M, K]``, weight, gate and bias."""
@@ -165,8 +165,8 @@ def _add_gate(build: Builder, pairs: Tensor, options: Options) -> Tensor:
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...], in_place: bool = False) -> Program:
     """The program of `fastkron::gated_linear_backward`; in place: gradients of the pairs are written over them."""
     _, x, weight, *_ = tensors
-    needs = [need and t is not None for need, t in zip(options, tensors[1 : COUNT + 1], strict=False)]
-    chosen = Options(*options[COUNT:])
+    needs = [need and t is not None for need, t in zip(options, tensors[1 : NUM_TENSORS + 1], strict=False)]
+    chosen = Options(*options[NUM_TENSORS:])
     rows = math.prod(x.shape[:-1])
     build = Builder(tensors)
     dy, *inputs, pairs = build.inputs

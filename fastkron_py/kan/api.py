@@ -26,7 +26,7 @@ EVALUATIONS: Final = ("recurrence", "lut")
 LUT_SIZE: Final = 4096
 MOST_LUT_SIZE: Final = 1 << 20
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Operations that a kernel applies to x once it is here, by torch, as far as they take more than one element at a time.
+# What the kernel still applies, after torch did the reductions.
 _ELEMENTWISE: Final = {"tanh": "tanh", "clamp": "clamp", "minmax": "clamp", "layer_norm": "tanh", "none": "none"}
 _CACHED: Final = ("tanh", "clamp", "none")  # normalisations that leave x to the kernel, so that guards on it are guards on its operand
 

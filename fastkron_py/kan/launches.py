@@ -84,7 +84,7 @@ def stored(splits: int, shape: tuple[int, ...]) -> Stored:
 
 
 class Boxes(NamedTuple):
-    """How the copy engine reads matrices: as boxes of this number of rows and columns, beyond the first columns nothing."""
+    """Block shape of a TMA descriptor of matrices; beyond the first columns there is nothing."""
 
     shape: list[int]
     columns: int
@@ -154,7 +154,7 @@ def takes_pipelined(problem: Problem, backward: bool) -> bool:
     """Whether these kernels can do a layer's products on its device, and are better than plain Triton's."""
     if not problem.layer.found.any_dialect or not has_pipelined(problem.device, problem.dtype):
         return False
-    # Float32 is prepared, with rows that the copy engine takes_pipelined.
+    # Float32 is prepared, with rows that TMA takes.
     copies = problem.dtype == torch.float32 or (problem.stride_x % 8 == 0 and problem.stride_g % 8 == 0)
     return copies and plan.takes_pipelined(problem.sizes(), backward)
 

@@ -56,7 +56,7 @@ def aligned(build: Builder, t: Tensor) -> Tensor:
 def halves(build: Builder, t: Tensor, with_low: bool, pads: bool) -> tuple[Tensor, Tensor]:
     """A contiguous tensor ``[..., N]``, and the part of every number that TF32 leaves out, for which else the tensor stands in.
 
-    Where the copy engine reads them (pads), both begin on boundaries of 16 bytes, and float32 rows have `whole_vectors` of columns.
+    Where TMA reads them (pads), both begin on boundaries of 16 bytes, and float32 rows have `whole_vectors` of columns.
     """
     columns = t.shape[-1]
     stride = whole_vectors(columns) if pads and t.dtype == torch.float32 else columns
@@ -104,7 +104,7 @@ def transposed_gradient(build: Builder, dy: Tensor, with_low: bool, rounds: bool
 
 
 class Prepared(NamedTuple):
-    """Operands of both gradients in three passes, whose rows the copy engine takes."""
+    """Operands of both gradients in three passes, whose rows TMA takes."""
 
     coefficients: Transposed
     transposed_dy: Transposed

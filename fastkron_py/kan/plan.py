@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU, next_power_of_two
@@ -283,21 +285,37 @@ WIDEST: Final = 256  # of a product; half of that where sums are kept twice, for
 FLUSH_TERMS: Final = 64  # of a float32-class sum that tensor cores, which cut sums off, may add up by themselves
 _MOST_SEGMENTS: Final = 16
 _RING: Final = 196_608  # bytes of a ring of operands
-_NARROW: Final = 0.72  # speed of a product half as wide (271 us beside 200 in TF32, for 65536 x 256 -> 256, degree 8, on an H100)
 _REGISTERS: Final = (160, 184)
 _REGISTERS_OF_DX: Final = (232, 40)  # one has derivatives beside the sums, the other makes nothing
-# Of three passes, for which plain Triton's kernels split every operand in every tile.
-_LEAST_ROWS: Final = 3 / 32  # of those from which on plain Triton's kernels prepare operands: a tile is three quarters full
-_LEAST_PRODUCTS: Final = 1 / 4  # in the pipelined_forward pass; half of that in the backward pass, which prepares operands for two
-_SECOND_STAGE: Final = 2e-6  # seconds of a launch that adds up partial sums, beside their traffic
-# Speed of dC with as many degrees side by side: the fewer, the more often a value's input is read, and the degrees before it made
-# (4096 x 200 -> 800, degree 5, on an H200: 1.11, 1.25 and 1.75 us a step).
-_REMADE: Final = {8: 1.0, 4: 1.0, 2: 0.89, 1: 0.63}
-_SUMMED_UP: Final = {4: 1.0, 2: 0.95}  # the same of dx, which goes through the derivatives after each of them
+
+
+class Measured(NamedTuple):
+    """Figures of the kernels for Hopper GPUs, measured on one: `measured.json` has them.
+
+    Attributes:
+        narrow: speed of a product half as wide (271 us beside 200 in TF32, for 65536 x 256 -> 256, degree 8).
+        least_rows: share of `LARGE_ROWS` from which on three passes take these kernels, since plain Triton's split every operand in every
+            tile: a tile is three quarters full.
+        least_products: share of `LARGE_PRODUCTS` in the forward pass; half of that in the backward pass, which prepares operands for two.
+        second_stage: seconds of a launch that adds up partial sums, beside their traffic.
+        remade: speed of dC with as many degrees side by side: the fewer, the more often a value's input is read, and the degrees before it
+            made (4096 x 200 -> 800, degree 5: 1.11, 1.25 and 1.75 us a step).
+        summed_up: the same of dx, which goes through the derivatives after each of them.
+    """
+
+    narrow: float
+    least_rows: float
+    least_products: float
+    second_stage: float
+    remade: dict[str, float]
+    summed_up: dict[str, float]
+
+
+MEASURED: Final = Measured(**json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["H200"])
 
 
 class Pipelined(NamedTuple):
-    """Blocks, buffers, and how the work is stream_k out."""
+    """Blocks, buffers, and how the work is shared out."""
 
     block_n: int
     block_k: int
@@ -305,7 +323,7 @@ class Pipelined(NamedTuple):
     flush: int  # steps between two additions to the float32 sum; 0: one at the end
     degrees: int
     programs: int
-    splits: int = 1  # of the pipelined_forward reduction
+    splits: int = 1  # of the forward reduction
     blocks: int = 0  # of each split
     work_items: int = 0  # tiles of all splits, or parts of the work, that programs take one after the other
     registers: tuple[int, int] | None = None  # of a thread that holds sums; of one that makes values
@@ -315,7 +333,7 @@ def takes_pipelined(sizes: Sizes, backward: bool) -> bool:
     """Whether products are large enough, and 16-bit rows of operands can be copied 16 bytes at a time."""
     if sizes.itemsize == 8:
         return False
-    rows, products = (_LEAST_ROWS, _LEAST_PRODUCTS / (1 + backward)) if sizes.passes == 3 else (1 / 4, 1)
+    rows, products = (MEASURED.least_rows, MEASURED.least_products / (1 + backward)) if sizes.passes == 3 else (1 / 4, 1)
     copies = sizes.itemsize == 4 or (sizes.num_in % 8 == 0 and sizes.num_out % 8 == 0)
     work = sizes.rows * sizes.num_in * sizes.num_out * sizes.terms
     return copies and sizes.rows >= rows * LARGE_ROWS and work >= products * LARGE_PRODUCTS
@@ -347,7 +365,7 @@ def pipelined_forward(sizes: Sizes) -> Pipelined:
     def candidates() -> Iterator[tuple[float, int, int]]:
         for width in _widths(sizes):
             tiles = _pipelined_tiles(sizes.rows, sizes.num_out, width)
-            filled = sizes.rows * sizes.num_out / (tiles * BLOCK_M * width) * (1.0 if width == WIDEST else _NARROW)
+            filled = sizes.rows * sizes.num_out / (tiles * BLOCK_M * width) * (1.0 if width == WIDEST else MEASURED.narrow)
             for splits in range(1, min(_MOST_SEGMENTS, blocks) + 1):
                 waves = -(-tiles * splits // sizes.gpu.multiprocessors) * sizes.gpu.multiprocessors / (tiles * splits)
                 partial = (2 * splits + 1) * sizes.rows * sizes.num_out * 4 / sizes.gpu.bandwidth if splits > 1 else 0.0
@@ -373,7 +391,7 @@ def _degrees(sizes: Sizes) -> tuple[int, ...]:
 
 
 def segments_of(tiles: int, blocks: int, parts: int) -> int:
-    """On how many parts a tile lies at most, where tiles of this number of blocks are stream_k out in one row."""
+    """The most parts that share a tile, where tiles of this number of blocks are shared out in one row (stream-k)."""
     units = tiles * blocks
 
     def owner(unit: int) -> int:
@@ -383,7 +401,7 @@ def segments_of(tiles: int, blocks: int, parts: int) -> int:
 
 
 class _StreamK(NamedTuple):
-    """Tiles of some degrees side by side, whose sums are stream_k out to parts."""
+    """Tiles of some degrees side by side, whose sums are shared out to parts (stream-k)."""
 
     seconds: float
     degrees: int
@@ -410,7 +428,7 @@ def _stream_k(degrees: int, tiles: int, units: int, block_k: int, results: int, 
     def seconds(parts: int) -> float:
         busiest = -(-tiles * units // parts) * -(-parts // gpu.multiprocessors)
         segments = 1 if parts <= tiles and tiles % parts == 0 else 2 if parts < tiles else -(-parts // tiles) + (parts % tiles > 0)
-        partial = (2 * segments + 1) * results * 4 / gpu.bandwidth + _SECOND_STAGE if segments > 1 else 0.0
+        partial = (2 * segments + 1) * results * 4 / gpu.bandwidth + MEASURED.second_stage if segments > 1 else 0.0
         return step * busiest + partial
 
     # Whole tiles; tiles in equal parts, which run through the same operands together; or a share for each multiprocessor.
@@ -437,7 +455,7 @@ def pipelined_input_gradient(sizes: Sizes) -> Pipelined | None:
     def stream_k(degrees: int) -> _StreamK:
         tiles = _pipelined_tiles(sizes.rows, sizes.num_in, WIDEST // 2 // degrees)
         units = -(-sizes.terms // degrees) * -(-sizes.num_out // block_k)
-        return _stream_k(degrees, tiles, units, block_k, sizes.rows * sizes.num_in, _SUMMED_UP[degrees], sizes)
+        return _stream_k(degrees, tiles, units, block_k, sizes.rows * sizes.num_in, MEASURED.summed_up[str(degrees)], sizes)
 
     return _pipelined(min([stream_k(d) for d in _degrees(sizes) if d > 1]), block_k, _REGISTERS_OF_DX, sizes)
 
@@ -449,6 +467,6 @@ def pipelined_coefficient_gradient(sizes: Sizes) -> Pipelined:
     def stream_k(degrees: int) -> _StreamK:
         tiles = _pipelined_tiles(sizes.num_out, sizes.num_in, _widths(sizes)[0] // degrees) * -(-sizes.terms // degrees)
         results = sizes.terms * sizes.num_in * sizes.num_out
-        return _stream_k(degrees, tiles, -(-sizes.rows // block_k), block_k, results, _REMADE[degrees], sizes)
+        return _stream_k(degrees, tiles, -(-sizes.rows // block_k), block_k, results, MEASURED.remade[str(degrees)], sizes)
 
     return _pipelined(min([stream_k(degrees) for degrees in _degrees(sizes)]), block_k, _REGISTERS, sizes)

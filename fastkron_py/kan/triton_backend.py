@@ -199,7 +199,7 @@ def _add_input_gradient_by_gemm(
 
 
 def _can_copy(problem: Problem) -> bool:
-    """Whether the device's copy engine takes every operand."""
+    """Whether TMA takes every operand."""
     itemsize = problem.dtype.itemsize
     sizes = (problem.num_in, problem.num_out, problem.stride_x, problem.stride_g)
     return itemsize < 8 and devices.gpu_of(problem.device).has_wgmma and all([size * itemsize % 16 == 0 for size in sizes])

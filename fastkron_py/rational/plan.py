@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU
@@ -212,7 +214,7 @@ COEFFICIENTS_MOST: Final = 12
 
 
 class RowWalk(NamedTuple):
-    """How programs walk_rows over rows."""
+    """How programs walk over rows."""
 
     rows: int  # that a program takes at a time
     block: int  # columns, a power of two
@@ -250,18 +252,35 @@ def walk_rows(rows: int, channels: int, multiprocessors: int, backward: bool) ->
 
 # ---- a linear layer and the function after it: in one kernel or in two -----------------------------
 
-# Shares of a GPU's rates and bandwidth.
-_HALF: Final = 0.97  # torch's products of half types
-_FUSED_HALF: Final = 0.85 * _HALF  # the fused kernel's main loop
-_FUSED_TF32: Final = 0.6  # the same in three passes of TF32
-_INSTRUCTIONS: Final = 22  # for a value of P / Q of degrees (5, 4)
-_EXPOSED: Final = 0.6  # of their time, which the other program's products do not hide
-_SEPARATE: Final = 0.96  # share of the bandwidth that the function's own kernel reaches
-_CALLS: Final = 4e-5  # of torch's linear and of a cached call of `rational`, in Python and the driver
-# Of the fused kernel, whose descriptors are made for every call: on an H100's host the layers of KAT-T and KAT-S, whose kernels take 117
-# and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
-_CALL: Final = 2.4e-4
-_GAIN: Final = 0.97  # at most this share of the time, else it is not worth a kernel of one's own
+
+class Measured(NamedTuple):
+    """Figures of the two forms of a linear layer and its function, measured on one GPU: `measured.json` has them.
+
+    Attributes:
+        half: share of the GPU's rate that torch's products of half types reach.
+        fused_half: the same of the fused kernel's main loop, of torch's.
+        fused_tf32: share of its rate that the loop reaches in three passes of TF32.
+        instructions: for a value of P / Q of degrees (5, 4).
+        exposed: share of their time that the other program's products do not hide.
+        separate: share of the bandwidth that the function's own kernel reaches.
+        calls: seconds of torch's linear and of a cached call of `rational`, in Python and the driver.
+        call: seconds of the fused kernel's call, which makes its descriptors anew. On an H100's host the layers of KAT-T and KAT-S, whose
+            kernels take 117 and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
+        gain: at most this share of the time, else it is not worth a kernel of one's own.
+    """
+
+    half: float
+    fused_half: float
+    fused_tf32: float
+    instructions: float
+    exposed: float
+    separate: float
+    calls: float
+    call: float
+    gain: float
+
+
+MEASURED: Final = Measured(**json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["H100"])
 
 # Two programs share a multiprocessor: one multiplies while the other evaluates the function. Compiled, they take 104 KiB and 128
 # registers a thread each, also where two results are stored, which take turns in one piece of shared memory.
@@ -277,20 +296,22 @@ def linear_tile(sizes: GemmSizes, has_descriptors: bool) -> GemmTile:
 def seconds_apart(rows: int, columns: int, depth: int, itemsize: int, gpu: GPU) -> float:
     """Torch's product, and the function's own kernel, which reads and writes the result once more."""
     result = rows * columns * itemsize
-    rate = _HALF * gpu.half_rate if itemsize == 2 else gpu.float32_rate
+    rate = MEASURED.half * gpu.half_rate if itemsize == 2 else gpu.float32_rate
     product = max(2 * rows * columns * depth / rate, (rows * depth * itemsize + result) / gpu.bandwidth)
-    return max(_CALLS, product + 2 * result / (_SEPARATE * gpu.bandwidth))
+    return max(MEASURED.calls, product + 2 * result / (MEASURED.separate * gpu.bandwidth))
 
 
 def seconds_fused(rows: int, columns: int, depth: int, itemsize: int, keep: bool, gpu: GPU) -> float:
     """One kernel, which stores the product too if it is kept for the backward pass."""
+    m = MEASURED
     moved = (rows * depth + (2 if keep else 1) * rows * columns) * itemsize
-    rate = _FUSED_HALF * gpu.half_rate if itemsize == 2 else _FUSED_TF32 * gpu.tf32_rate / 3
-    values = gpu.multiprocessors * gpu.instruction_rate / _INSTRUCTIONS
-    busy = 2 * rows * columns * depth / rate + _EXPOSED * rows * columns / values
-    return max(_CALL, busy, moved / gpu.bandwidth)
+    rate = m.fused_half * m.half * gpu.half_rate if itemsize == 2 else m.fused_tf32 * gpu.tf32_rate / 3
+    values = gpu.multiprocessors * gpu.instruction_rate / m.instructions
+    busy = 2 * rows * columns * depth / rate + m.exposed * rows * columns / values
+    return max(m.call, busy, moved / gpu.bandwidth)
 
 
 def fuses(rows: int, columns: int, depth: int, itemsize: int, keep: bool, gpu: GPU) -> bool:
     """Whether one kernel is the faster way."""
-    return seconds_fused(rows, columns, depth, itemsize, keep, gpu) < _GAIN * seconds_apart(rows, columns, depth, itemsize, gpu)
+    apart = seconds_apart(rows, columns, depth, itemsize, gpu)
+    return seconds_fused(rows, columns, depth, itemsize, keep, gpu) < MEASURED.gain * apart

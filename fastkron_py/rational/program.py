@@ -179,7 +179,7 @@ def layer_norm_rational(tensors: Sequence[Any], options: tuple[Any, ...]) -> Pro
 
         h = _add_normalised(build, x, weight, bias, eps)
         y = add_forward(build, h, a, b, version, dtype, backend)
-        # The layer_norm_gradients of the composition make a row's mean again.
+        # The gradients of the composition make a row's mean again.
         return build.program([y, *build.call(unread, (x,), *[describe((rows,), compute) for _ in range(2)])])
     from fastkron_py.rational import launches
 
@@ -223,7 +223,7 @@ def layer_norm_gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Pr
 
 
 def _composed_gradients(build: Builder, eps: float, version: str, backend: str) -> Program:
-    """The layer_norm_gradients of the composition."""
+    """The gradients of the composition."""
     dy, x, _, _, weight, bias, a, b = build.inputs
 
     def of_normalised(dh: Tensor, *given: Tensor) -> list[Tensor]:

@@ -59,7 +59,7 @@ SIGMOID: Final = Activation(
     _sigmoid_quick_derivative,
     formula="1 / (1 + exp(-x))",
     aliases=("glu",),
-    is_light=True,
+    allows_overlap=True,
 )
 
 
@@ -106,7 +106,7 @@ SILU: Final = Activation(
     _silu_quick_derivative,
     formula="x sigmoid(x)",
     aliases=("swish", "swiglu"),
-    is_light=True,
+    allows_overlap=True,
 )
 
 
@@ -138,7 +138,7 @@ GELU: Final = Activation(
     _gelu_derivative,
     formula="x (1 + erf(x / sqrt(2))) / 2",
     aliases=("geglu",),
-    is_light=True,
+    allows_overlap=True,
 )
 
 
@@ -198,7 +198,7 @@ GELU_TANH: Final = Activation(
     _gelu_tanh_quick_derivative,
     formula="x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2",
     aliases=("geglu_tanh",),
-    is_light=True,
+    allows_overlap=True,
 )
 
 
@@ -228,7 +228,7 @@ RELU: Final = Activation(
     _relu_derivative,
     formula="max(x, 0)",
     aliases=("reglu",),
-    is_light=True,
+    allows_overlap=True,
 )
 
 
@@ -257,7 +257,7 @@ IDENTITY: Final = Activation(
     _identity_derivative,
     formula="x",
     aliases=("bilinear",),
-    is_light=True,
+    allows_overlap=True,
 )
 
 

@@ -29,7 +29,7 @@ class Activation:
         formula: in a line of text.
         aliases: other names that `nn.GatedMLP` takes for it, as papers call a whole layer by its gate. A name comes before an alias, and an
             earlier activation's alias before a later one's.
-        is_light: programs of two launches fit a multiprocessor's registers together with it, so that the second launch may begin early. For
+        allows_overlap: it fits programmatic dependent launch: programs of two launches share a multiprocessor's registers. For
             built-in ones only: tests see it by compiling for an H100.
     """
 
@@ -42,7 +42,7 @@ class Activation:
     quick_derivative: Any = None
     formula: str = ""
     aliases: tuple[str, ...] = ()
-    is_light: bool = False
+    allows_overlap: bool = False
 
     @property
     def has_device_functions(self) -> bool:
