@@ -12,7 +12,7 @@ from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import check_choice, check_precision, check_tensor
+from fastkron_py.runtime.checks import check_choice, check_precision, check_real_dtype, check_tensor
 from fastkron_py.runtime.eager import is_tracing, wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, cast
@@ -21,7 +21,6 @@ ArrayT = TypeVar("ArrayT")
 
 LAYOUTS: Final = ("interleaved", "stacked")
 BACKWARDS: Final = ("save", "recompute")
-_REAL: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def gated_linear(
@@ -241,8 +240,7 @@ def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, options:
 def _check_tensors(tensors: Any, labels: tuple[str, ...], layout: str) -> None:
     x, weight, gate, bias, down, down_bias = tensors
     check_tensor("x", x, x, "x")
-    if x.dtype not in _REAL:
-        raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in _REAL), x.dtype)
+    check_real_dtype("x", x.dtype, "a real dtype among")
     check_tensor(labels[1], weight, x, "x")
     if x.ndim == 0:
         raise value_error("x", "at least one dimension [..., in]", "a 0-dimensional tensor")

@@ -15,7 +15,7 @@ from fastkron_py.kan.bases.registry import MOST_DEGREE, find_basis
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import check_choice, check_integer, check_precision, check_scalar, check_tensor
+from fastkron_py.runtime.checks import check_choice, check_integer, check_precision, check_real_dtype, check_scalar, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, cast, wide
 
@@ -25,7 +25,6 @@ NORMALIZATIONS: Final = ("tanh", "clamp", "minmax", "layer_norm", "none")
 EVALUATIONS: Final = ("recurrence", "lut")
 LUT_SIZE: Final = 4096
 MOST_LUT_SIZE: Final = 1 << 20
-DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What the kernel still applies, after torch did the reductions.
 _ELEMENTWISE: Final = {"tanh": "tanh", "clamp": "clamp", "minmax": "clamp", "layer_norm": "tanh", "none": "none"}
 _CACHED: Final = ("tanh", "clamp", "none")  # normalisations that leave x to the kernel, so that guards on it are guards on its operand
@@ -219,8 +218,7 @@ def _poly_kan(
 
 def _check_shapes(x: Tensor, like: Tensor, coefficients: Any, bias: Any, checked: _Checked) -> None:
     """Check the shapes of x and the parameters; like has the dtype that x is multiplied in."""
-    if like.dtype not in DTYPES:
-        raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), like.dtype)
+    check_real_dtype("x", like.dtype, "a real dtype among")
     check_tensor("coefficients", coefficients, like, "x")
     if x.ndim == 0:
         raise value_error("x", "at least one dimension [..., in]", "a 0-dimensional tensor")

@@ -11,10 +11,11 @@ from torch import Tensor
 from fastkron_py.kan import plan
 from fastkron_py.kan.kernels.forward import _poly_kan_fwd_kernel
 from fastkron_py.kan.kernels.gradients import _poly_kan_gradients_kernel
-from fastkron_py.kan.layer_config import LayerConfig, wide
+from fastkron_py.kan.layer_config import LayerConfig
 from fastkron_py.kan.plan import GROUP, Pipelined, Sizes, Split, Tile
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.runtime.program import bits
 from fastkron_py.tiling.products import _sum_partials_kernel, _sum_segments_kernel, arithmetic
 
@@ -40,7 +41,7 @@ class Problem(NamedTuple):
     @property
     def wide(self) -> torch.dtype:
         """The dtype of sums."""
-        return wide(self.dtype)
+        return wide_dtype(self.dtype)
 
     @property
     def is_split(self) -> bool:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fastkron_py.kan.kernels.forward import _column_sums_kernel, _constant_kernel, _spread_sums_kernel
 from fastkron_py.kan.launches import whole_vectors
-from fastkron_py.kan.layer_config import wide
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.tiling.products import _low_halves_kernel, _transpose_both_kernel, _transpose_kernel
 
 _TILE: Final = 64  # rows and columns of a tile that is transposed
@@ -189,7 +189,7 @@ def store_column_sums(build: Builder, x: Tensor, out: Tensor) -> None:
     rows, num_out = x.shape
     if rows > _MOST:
         runs = -(-rows // _RUN)
-        sums = build.empty((runs, num_out), wide(x.dtype))
+        sums = build.empty((runs, num_out), wide_dtype(x.dtype))
         first_blocks = {"RUN": _RUN, "BLOCK_M": _RUN, "BLOCK_N": _COLUMNS, "num_warps": 8}
         programs = runs * -(-num_out // _COLUMNS)
         _launch(build, _column_sums_kernel, programs, (x, sums), rows=rows, columns=num_out, stride=x.stride(0), **first_blocks)

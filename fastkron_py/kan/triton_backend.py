@@ -10,9 +10,10 @@ from triton import knobs
 from fastkron_py.kan import launches, operands, plan
 from fastkron_py.kan.kernels.gradients import epilogue_input_gradient, fetch_input
 from fastkron_py.kan.launches import Boxes, Problem, Product
-from fastkron_py.kan.layer_config import LayerConfig, wide
+from fastkron_py.kan.layer_config import LayerConfig
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.tiling.gemm import begin_nothing
 from fastkron_py.tiling.gemm_config import GemmTile
 from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
@@ -144,7 +145,7 @@ def _table(build: Builder, x: Tensor, layer: LayerConfig) -> Tensor:
     if not layer.table_size:
         return x
     dtype, device = x.dtype, build.device
-    table: Tensor = build.call(lambda: layer.table(dtype, device), (), describe((layer.terms, layer.table_size), wide(dtype)))
+    table: Tensor = build.call(lambda: layer.table(dtype, device), (), describe((layer.terms, layer.table_size), wide_dtype(dtype)))
     return table
 
 
@@ -158,7 +159,7 @@ def _add_product(build: Builder, product: Product, operands: tuple[Any, ...], re
     made = [out for out in results if out is not None]
     targets = []
     for stored, out in zip(product.results, made, strict=True):
-        targets.append(out if stored.partial is None else build.empty(stored.partial, wide(out.dtype)))
+        targets.append(out if stored.partial is None else build.empty(stored.partial, wide_dtype(out.dtype)))
     given = iter(targets)
     build.launch(product.launcher, (*operands, *[operands[0] if out is None else next(given) for out in results]))
     for stored, target, out in zip(product.results, targets, made, strict=True):

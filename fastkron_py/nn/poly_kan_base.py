@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.kan.api import DTYPES, LUT_SIZE, check_arguments, check_real, own_bounds, poly_kan, usable_bounds
+from fastkron_py.kan.api import LUT_SIZE, check_arguments, check_real, own_bounds, poly_kan, usable_bounds
 from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.nn.modules import Configured, is_materialized
 from fastkron_py.nn.running_range import RecentBounds, is_set
-from fastkron_py.runtime.checks import check_integer, check_precision
+from fastkron_py.runtime.checks import check_integer, check_precision, check_real_dtype
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _SAMPLES: Final = 4096  # of the normalised argument, over which a basis's mean square is taken
@@ -64,8 +64,8 @@ class EdgeFunctions(Configured):
             raise value_error("momentum", "a number above 0, up to 1", momentum)
         check_precision(precision)
         # By default those of all parameters: torch's.
-        if dtype is not None and dtype not in DTYPES:
-            raise type_error("dtype", "one of " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
+        if dtype is not None:
+            check_real_dtype("dtype", dtype)
         if normalization is None:
             normalization = find_basis(basis).normalization
         check_arguments(basis, basis_parameters, normalization, evaluation, lut_size, degree + 1)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from fastkron_py.nn.arguments import check_flag, check_interval, check_positive, check_probability
 from fastkron_py.nn.modules import Configured, NotScriptable, is_hooked, is_materialized
 from fastkron_py.nn.rational_fit import FUNCTIONS, INTERVAL, Fit, fit, initial
-from fastkron_py.rational.api import DEGREE_MOST, DTYPES, check_noise, linear_rational, rational
+from fastkron_py.rational.api import DEGREE_MOST, check_noise, linear_rational, rational
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.runtime.backend import backend
-from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.checks import check_integer, check_real_dtype
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 torch.fx.wrap("linear_rational")  # torch.fx records calls of these, and does not look into them
@@ -87,8 +87,8 @@ class GroupRational(NotScriptable, Configured):
         if init not in FUNCTIONS:
             raise value_error("init", f"one of {', '.join(FUNCTIONS)}", repr(init))
         check_flag("share_numerator", share_numerator)
-        if dtype is not None and dtype not in DTYPES:
-            raise type_error("dtype", "one of " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
+        if dtype is not None:
+            check_real_dtype("dtype", dtype)
         self.version, self.init, self.noise = version, init, float(noise)
         m, n = self.degrees
         options: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -14,6 +14,7 @@ from fastkron_py.rational.denominators.registry import Denominator, find_denomin
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.checks import REAL_DTYPES, check_dense
 from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, autocasted
@@ -21,7 +22,6 @@ from fastkron_py.runtime.precision import autocast_dtype, autocasted
 ArrayT = TypeVar("ArrayT")
 
 DEGREE_MOST: Final = 16
-DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES: Final = ("x", "numerator", "denominator")
 
 
@@ -215,12 +215,7 @@ def check_noise(noise: Any) -> None:
 
 def _check_tensors(*tensors: Any) -> None:
     for t, name in zip(tensors, _NAMES, strict=True):
-        if not isinstance(t, Tensor):
-            raise type_error(name, "a torch tensor" + ("" if name == "x" else ", like x"), type_name(t))
-        if t.layout != torch.strided or t.is_nested:
-            raise type_error(name, "a dense (strided) tensor", f"a nested or {t.layout} one" if t.is_nested else t.layout)
-        if t.dtype not in DTYPES:
-            raise type_error(name, "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), t.dtype)
+        check_dense(name, t, "a torch tensor" if name == "x" else "a torch tensor, like x", REAL_DTYPES)
         if (t.dtype == torch.float64) != (tensors[0].dtype == torch.float64):
             raise type_error(name, f"float64 where x is float64, and only there, since x is of {tensors[0].dtype}", t.dtype)
         if t.device != tensors[0].device:
@@ -246,16 +241,21 @@ def _check_shapes(x: Tensor, numerator: Tensor, denominator: Tensor, version: De
 # ---- a linear layer after the function -------------------------------------------------------------
 
 
-def _check_linear(weight: Any, bias: Any, x: Tensor, dtype: torch.dtype, is_cast: bool) -> None:
-    for name, t in (("weight", weight), ("bias", bias)):
-        if name == "bias" and t is None:
-            continue
-        if not isinstance(t, Tensor):
-            raise type_error(name, "a torch tensor" + (" or None" if name == "bias" else ""), type_name(t))
-        if not t.is_floating_point() or (t.dtype != dtype and not is_cast):
-            raise type_error(name, f"dtype {dtype}, as that of x" if not is_cast else "a floating dtype", t.dtype)
-        if t.device != x.device:
-            raise value_error(name, f"x's device {x.device}", t.device)
+def _check_parameter(name: str, t: Any, x: Tensor, dtype: torch.dtype | None, expected: str = "a torch tensor") -> None:
+    """A floating-point tensor on x's device; of this dtype, unless that is None."""
+    if not isinstance(t, Tensor):
+        raise type_error(name, expected, type_name(t))
+    if not t.is_floating_point() or dtype not in (None, t.dtype):
+        raise type_error(name, "a floating dtype" if dtype is None else f"dtype {dtype}, as that of x", t.dtype)
+    if t.device != x.device:
+        raise value_error(name, f"x's device {x.device}", t.device)
+
+
+def _check_linear(weight: Any, bias: Any, x: Tensor, dtype: torch.dtype | None) -> None:
+    """A linear layer's parameters behind x."""
+    _check_parameter("weight", weight, x, dtype)
+    if bias is not None:
+        _check_parameter("bias", bias, x, dtype, "a torch tensor or None")
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise value_error("weight", f"shape [O, {x.shape[-1]}]", f"shape {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -310,7 +310,7 @@ def rational_linear(
         return entry(tensors)  # type: ignore[no-any-return]
     made: Prepared = prepare(x, numerator, denominator, version, training, noise, key)
     key = made.key
-    _check_linear(weight, bias, x, made.dtype, made.is_autocast)
+    _check_linear(weight, bias, x, None if made.is_autocast else made.dtype)
     if made.is_autocast:  # the operator looks up its own tensors
         key, weight, bias = None, weight.to(made.dtype), None if bias is None else bias.to(made.dtype)
     given = x, made.numerator, denominator, weight, bias
@@ -373,15 +373,9 @@ def layer_norm_rational(
     if isinstance(eps, bool) or not isinstance(eps, int | float):
         raise type_error("eps", "a number", type_name(eps))
     for name, t in (("weight", weight), ("bias", bias)):
-        given: Any = t
-        if not isinstance(given, Tensor):
-            raise type_error(name, "a torch tensor", type_name(given))
-        if not given.is_floating_point():
-            raise type_error(name, "a floating dtype", given.dtype)
-        if given.device != x.device:
-            raise value_error(name, f"x's device {x.device}", given.device)
-        if given.shape != x.shape[-1:]:
-            raise value_error(name, f"shape [{x.shape[-1]}]", f"shape {tuple(given.shape)}")
+        _check_parameter(name, t, x, None)
+        if t.shape != x.shape[-1:]:
+            raise value_error(name, f"shape [{x.shape[-1]}]", f"shape {tuple(t.shape)}")
     weight, bias = weight.contiguous(), bias.contiguous()
     is_same = weight is tensors[1] and bias is tensors[2]  # else the operator looks up its own tensors
     given = x, weight, bias, made.numerator, denominator

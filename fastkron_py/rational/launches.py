@@ -36,6 +36,7 @@ from fastkron_py.rational.plan import (
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.gemm import epilogue_plain
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
@@ -98,9 +99,9 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(a: Tensor, b: Tensor, version: str, dtypes: Sequence[torch.dtype], device: torch.device) -> Coefficients:
-    """Those of a and b, computed in float64 where any operand has it."""
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    return Coefficients(tuple(a.shape), a.stride(), tuple(b.shape), b.stride(), find_denominator(version), dtype, device)
+    """Those of a and b, computed in the wide dtype of all operands."""
+    shapes = tuple(a.shape), a.stride(), tuple(b.shape), b.stride()
+    return Coefficients(*shapes, find_denominator(version), wide_dtype(*dtypes), device)
 
 
 class Problem(NamedTuple):

@@ -29,7 +29,7 @@ from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.operator import GradientCall, Operator, Saved
-from fastkron_py.runtime.precision import resolved
+from fastkron_py.runtime.precision import resolved, wide_dtype
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.torch_products import cut_product
 
@@ -410,7 +410,7 @@ def _fake_layer_norm(
     dtype: torch.dtype,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, compute = program.row_count(x), program.compute_dtype(x)
+    rows, compute = program.row_count(x), wide_dtype(x.dtype)
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     return y, x.new_empty(rows, dtype=compute), x.new_empty(rows, dtype=compute)
 

@@ -13,6 +13,7 @@ from fastkron_py.rational import torch_backend
 from fastkron_py.rational.plan import Runs, find_runs, takes_rows
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.runtime.program import Program
 
 
@@ -145,14 +146,9 @@ def _add_empty_gradients(build: Builder, x: Tensor, a: Tensor, b: Tensor, needs:
 # ---- layer normalisation before the function -------------------------------------------------------
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the normalisation: float64 for float64, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """``layer_norm(x)`` in `compute_dtype`; arguments as in `layer_norm_rational`."""
-    compute = compute_dtype(x)
+    """``layer_norm(x)`` in float32, or float64 for float64; arguments as in `layer_norm_rational`."""
+    compute = wide_dtype(x.dtype)
     return layer_norm(x.to(compute), x.shape[-1:], weight.to(compute), bias.to(compute), eps)
 
 
@@ -171,7 +167,7 @@ def layer_norm_rational(tensors: Sequence[Any], options: tuple[Any, ...]) -> Pro
     backend = choose_backend(backend, tensors[0])
     build = Builder(tensors)
     x, weight, bias, a, b = build.inputs
-    rows, compute = row_count(x), compute_dtype(x)
+    rows, compute = row_count(x), wide_dtype(x.dtype)
     if not _is_one_pass(x, a, b, backend):
 
         def unread(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +193,7 @@ def _add_normalised(build: Builder, x: Tensor, weight: Tensor, bias: Tensor, eps
     def normalise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return normalised(x, weight, bias, eps).contiguous()
 
-    h: Tensor = build.call(normalise, (x, weight, bias), describe(x.shape, compute_dtype(x)))
+    h: Tensor = build.call(normalise, (x, weight, bias), describe(x.shape, wide_dtype(x.dtype)))
     return h
 
 

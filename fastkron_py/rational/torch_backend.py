@@ -17,6 +17,7 @@ from fastkron_py.rational.denominators.host import host_multiples, host_polynomi
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.rational.plan import Runs
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.tiling.torch_products import slice_elements, slices, sum_dtype
 
 INTERMEDIATES: Final = 4  # tensors of a block's size that follow each other in the cache
@@ -24,11 +25,6 @@ LEAST_ROWS: Final = 8  # for which coefficients are repeated over runs
 WIDEST_RUN: Final = 1024  # over which they are: loops over short runs take longer than to read coefficients
 Columns = Sequence[Tensor]
 """Coefficients, each ``[G, R]`` or ``[G, 1]``."""
-
-
-def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic: float64 where a tensor is of float64, else float32."""
-    return torch.float64 if torch.float64 in [t.dtype for t in tensors] else torch.float32
 
 
 def _width(t: Tensor) -> int:
@@ -77,7 +73,7 @@ def forward(x: Tensor, a: Tensor, b: Tensor, version: str, y: Tensor) -> None:
         version: of the denominator.
         y: ``[M, G, R]`` of any strides and dtype.
     """
-    compute, denominator = compute_dtype(x, a, b), find_denominator(version)
+    compute, denominator = wide_dtype(x.dtype, a.dtype, b.dtype), find_denominator(version)
     columns = _columns(a, x, compute), _columns(b, x, compute)
     with reused_memory():
         for _, (t, out), (of_a, of_b) in _blocks((x, y), columns):
@@ -97,7 +93,7 @@ def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str, dx: Tens
         dx: ``[M, G, R]`` of any strides and dtype.
         need_coefficients: whether da and db are.
     """
-    compute, denominator = compute_dtype(x, a, b), find_denominator(version)
+    compute, denominator = wide_dtype(x.dtype, a.dtype, b.dtype), find_denominator(version)
     columns = _columns(a, x, compute), _columns(b, x, compute)
     width, degrees = _width(x), (a.shape[1], b.shape[1])
     total = torch.zeros(sum(degrees), x.shape[1], width, dtype=sum_dtype(compute, x.device), device=x.device)
@@ -148,7 +144,7 @@ def gradients(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str) -> tupl
         b: ``[G, n]`` or ``[1, n]``.
         version: of the denominator.
     """
-    compute = compute_dtype(x, a, b)
+    compute = wide_dtype(x.dtype, a.dtype, b.dtype)
     groups = max(a.shape[0], b.shape[0])
     t, g = _grouped(x, groups, compute), _grouped(dy, groups, compute)
     p, dp = host_polynomial_slope(_columns(a, t, compute), t)
@@ -163,7 +159,7 @@ def gradients(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str) -> tupl
 
 def tangent(x: Tensor, a: Tensor, b: Tensor, tx: Tensor | None, ta: Tensor | None, tb: Tensor | None, version: str) -> Tensor:
     """The derivative of ``P(x) / Q(x)`` in the direction (tx, ta, tb), in the dtype of the arithmetic."""
-    compute = compute_dtype(x, a, b)
+    compute = wide_dtype(x.dtype, a.dtype, b.dtype)
     groups = max(a.shape[0], b.shape[0])
     t = _grouped(x, groups, compute)
     p, dp = host_polynomial_slope(_columns(a, t, compute), t)
