@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastkron_py.kan import operator
-from fastkron_py.kan.bases.registry import MOST_DEGREE, find_basis
+from fastkron_py.kan.bases.registry import MOST_DEGREE, Basis, find_basis
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
@@ -107,18 +107,15 @@ def poly_kan(
         return bridge.give_back(y)  # type: ignore[no-any-return]
 
 
-class _Checked:
-    """Arguments that are no tensors of the product."""
+class _Checked(NamedTuple):
+    """Arguments that are no tensors of the product; description: of the basis and its parameters, for operators."""
 
-    def __init__(
-        self, basis: Any, parameters: tuple[float, ...], description: str, normalization: str, bounds: Any, table_size: int
-    ) -> None:
-        self.basis = basis
-        self.parameters = parameters
-        self.description = description
-        self.normalization = normalization
-        self.bounds = bounds
-        self.table_size = table_size
+    basis: Basis
+    parameters: tuple[float, ...]
+    description: str
+    normalization: str
+    bounds: Any
+    table_size: int
 
 
 def _checked(basis: Any, parameters: Any, normalization: Any, bounds: Any, evaluation: Any, lut_size: Any) -> _Checked:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastkron_py.adapters.api import result_dtype
 from fastkron_py.adapters.conv import Kernel
 from fastkron_py.adapters.factor import Factor
-from fastkron_py.adapters.sizes import split_size
+from fastkron_py.adapters.plan import split_size
 from fastkron_py.nn.arguments import check_flag, check_positive, check_probability
 from fastkron_py.nn.modules import Configured, is_materialized
 from fastkron_py.runtime.checks import DTYPES, HALF_DTYPES, check_choice, check_integer, check_scalar

@@ -356,8 +356,3 @@ def linear_rational(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool
     coefficients = build.contiguous(a), build.contiguous(b)
     add_gemm(build, x, weight, bias, call, y, pair=z, tensors=coefficients, tile=_linear_tile(build, x, weight, keep))
     return build.program([y] if z is None else [y, z], [shape] if z is None else [shape, shape])
-
-
-def linear_rational_saving(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """The program of `fastkron::linear_rational_saving`."""
-    return linear_rational(tensors, options, True)

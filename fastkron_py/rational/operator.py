@@ -15,6 +15,7 @@ further.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -319,24 +320,14 @@ def is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tenso
     return choose_backend("", x) == "triton" and gpu.is_measured
 
 
-def _program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+def _program(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool = False) -> Program:
     from fastkron_py.rational import launches  # Triton
 
-    return launches.linear_rational(tensors, options)
-
-
-def _program_saving(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    from fastkron_py.rational import launches
-
-    return launches.linear_rational_saving(tensors, options)
+    return launches.linear_rational(tensors, options, keep)
 
 
 def _fake_linear_rational(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _fake_linear_rational_saving(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return _fake_linear_rational(*arguments), _fake_linear_rational(*arguments)
 
 
 def _backward_of_linear_rational(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -360,27 +351,27 @@ def _backward_of_linear_rational(saved: Saved, dy: Tensor) -> tuple[Tensor | Non
         return dx, dweight, dbias, da if need_a else None, db if need_b else None
 
 
-def _vmap_of_linear_rational(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
+def _vmap_of_linear_rational(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Any, Any]:
     return vmap_by_sample(linear_rational.registered, size, dims, tensors, options)
 
 
-def _vmap_of_linear_rational_saving(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> Any:
+def _vmap_of_linear_rational_saving(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Any, Any]:
     return vmap_by_sample(linear_rational_saving.registered, size, dims, tensors, options)
 
 
-_ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, Tensor numerator, Tensor denominator, str version"
+_ARGUMENTS = "(Tensor x, Tensor weight, Tensor? bias, Tensor numerator, Tensor denominator, str version)"
 
 linear_rational = Operator(
-    f"linear_rational({_ARGUMENTS}) -> Tensor",
+    f"linear_rational{_ARGUMENTS} -> Tensor",
     program=_program,
     fake=_fake_linear_rational,
     backward=_backward_of_linear_rational,
     vmap=_vmap_of_linear_rational,
 )
 linear_rational_saving = Operator(
-    f"linear_rational_saving({_ARGUMENTS}) -> (Tensor, Tensor)",
-    program=_program_saving,
-    fake=_fake_linear_rational_saving,
+    f"linear_rational_saving{_ARGUMENTS} -> (Tensor, Tensor)",
+    program=partial(_program, keep=True),
+    fake=lambda *given: (_fake_linear_rational(*given), _fake_linear_rational(*given)),
     backward=_backward_of_linear_rational,
     vmap=_vmap_of_linear_rational_saving,
     kept=1,
