@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fastkron_py.kan import operator
 from fastkron_py.kan.bases.registry import MOST_DEGREE, Basis, find_basis
-from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.arrays import through_bridge
+from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_choice, check_integer, check_precision, check_real_dtype, check_scalar, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -97,14 +97,13 @@ def poly_kan(
     arrays = {"x": x, "coefficients": coefficients} | ({} if bias is None else {"bias": bias})
     if isinstance(bounds, tuple | list):
         arrays |= {f"bounds[{i}]": b for i, b in enumerate(bounds) if not isinstance(b, numbers.Real)}
-    bridge = find_bridge(list(arrays.values()), list(arrays))
-    with bridge.context():
-        loaded = {name: bridge.load(array, name) for name, array in arrays.items()}
-        if isinstance(bounds, tuple | list):
-            bounds = tuple(loaded.get(f"bounds[{i}]", b) for i, b in enumerate(bounds))
-        checked = _checked(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
-        y = _poly_kan(loaded["x"], loaded["coefficients"], loaded.get("bias"), checked, precision, None)
-        return bridge.give_back(y)  # type: ignore[no-any-return]
+
+    def call(loaded: dict[str, Tensor]) -> Tensor:
+        given = tuple(loaded.get(f"bounds[{i}]", b) for i, b in enumerate(bounds)) if isinstance(bounds, tuple | list) else bounds
+        checked = _checked(basis, basis_parameters, normalization, given, evaluation, lut_size)
+        return _poly_kan(loaded["x"], loaded["coefficients"], loaded.get("bias"), checked, precision, None)
+
+    return through_bridge(arrays, call)  # type: ignore[no-any-return]
 
 
 class _Checked(NamedTuple):
@@ -206,10 +205,8 @@ def _poly_kan(
     elif normalization == "layer_norm":
         x = torch.nn.functional.layer_norm(wide(x), x.shape[-1:])
     x = x.to(like.dtype)
-    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
-    backend = "" if torch.compiler.is_compiling() else requested_backend()
-    arguments = x, coefficients, bias, checked.description, _ELEMENTWISE[normalization], checked.table_size, precision, backend
-    y: Tensor = operator.poly_kan(*arguments, key=None if dtype is not None else key)
+    options = checked.description, _ELEMENTWISE[normalization], checked.table_size, precision, backend_of_call()
+    y: Tensor = operator.poly_kan(x, coefficients, bias, *options, key=None if dtype is not None else key)
     return y
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastkron_py.rational import operator
 from fastkron_py.rational.denominators.registry import Denominator, find_denominator
-from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.arrays import through_bridge
+from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import REAL_DTYPES, check_dense
 from fastkron_py.runtime.eager import wants_gradient
@@ -75,11 +75,12 @@ def rational(
     """
     if isinstance(x, Tensor):
         return _apply(x, numerator, denominator, version, training, noise)  # type: ignore[arg-type, return-value]
-    arrays: list[Any] = [x, numerator, denominator]
-    bridge = find_bridge(arrays, _NAMES)
-    with bridge.context():
-        t, a, b = (bridge.load(array, name) for array, name in zip(arrays, _NAMES, strict=True))
-        return bridge.give_back(_apply(t, a, b, version, training, noise))  # type: ignore[no-any-return]
+    arrays = dict(zip(_NAMES, (x, numerator, denominator), strict=True))
+
+    def call(loaded: dict[str, Tensor]) -> Tensor:
+        return _apply(loaded["x"], loaded["numerator"], loaded["denominator"], version, training, noise)
+
+    return through_bridge(arrays, call)  # type: ignore[no-any-return]
 
 
 class Prepared(NamedTuple):
@@ -113,9 +114,8 @@ def prepare(
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
     if found.is_noisy and training and noise:
         key, numerator = None, numerator * (1 + noise * (2 * torch.rand_like(numerator) - 1))
-    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
-    backend = "" if torch.compiler.is_compiling() else requested_backend()
-    return Prepared(numerator, found.without_noise.name, x.dtype if autocast is None else autocast, autocast is not None, backend, key)
+    dtype = x.dtype if autocast is None else autocast
+    return Prepared(numerator, found.without_noise.name, dtype, autocast is not None, backend_of_call(), key)
 
 
 def call_key(verb: str, x: Tensor, version: str, training: bool, noise: float, *more: Any) -> Hashable:
