@@ -32,7 +32,7 @@ class PolyKANLinear(EdgeFunctions):
         out_features: outputs, at least 1.
         degree: functions of the basis besides the first, 1 to 64.
         basis: as in `poly_kan`.
-        bias: add a learned ``[out_features]``. Most bases hold a constant, which is one already.
+        bias: add a learned ``[out_features]``. Most bases include a constant term, so no bias is needed.
         basis_parameters: as in `poly_kan`.
         normalization: as in `poly_kan`; None is the basis's own (`Basis.normalization`). "minmax" follows the range of
             the inputs seen in training, as a running mean with `momentum`; the first batch sets it. Numbers that are not finite are left

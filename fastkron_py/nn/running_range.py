@@ -34,7 +34,7 @@ LIBRARY.define("running_range(Tensor own, Tensor running, Tensor after, Tensor h
 
 
 class RecentBounds:
-    """Bounds of a layer's latest training batches. A copy of the layer, or one that is loaded, begins without.
+    """Bounds of a layer's recent training batches. A copy of the layer, or one that is loaded, has none.
 
     Attributes:
         handle: a number ``[]`` by which the operator finds these calls. As a tensor on the CPU: graphs are not compiled anew for the
