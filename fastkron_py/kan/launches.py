@@ -490,7 +490,7 @@ def _gradients(problem: Problem, of_x: _Gradient | None, of_coefficients: _Gradi
 def input_gradient(problem: Problem) -> Product:
     """The launch of dx alone, on (dy, its low halves, x, C, its low halves, table).
 
-    See `dx_gemm_launch` for another one.
+    See `triton_backend.gemm_choice` for another one.
     """
     found = pipelined_input_gradient(problem) if takes_pipelined(problem, True) else None
     return found or _gradients(problem, _of_input(problem), None)

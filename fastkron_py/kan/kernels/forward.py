@@ -2,7 +2,7 @@
 
     y[m, o] = sum over d, j of B_d(norm x[m, j]) C[d, o, j]
 
-START, STEP and VALUE are a basis's prologue (`basis.py`), NORM a normaliser's function. The reduction may be split over programs; their
+START, STEP and VALUE are a basis's prologue, NORM a normaliser's function. The reduction may be split over programs; their
 sums are partial results that a second launch adds in a fixed order.
 """
 

@@ -4,7 +4,7 @@
     dC[d, o, j]  = sum over m of dy[m, o] B_d(norm x[m, j])
 
 Large layers launch it for each of them, small ones once for both. START, STEP and VALUE are a basis's prologue or its derivatives'
-(`basis.py`), NORM and SLOPE a normaliser's functions. Reductions may be split over programs, whose sums go to partial results that a second
+(`Basis`), NORM and SLOPE a normaliser's functions. Reductions may be split over programs, whose sums go to partial results that a second
 launch adds in a fixed order.
 """
 

@@ -210,7 +210,7 @@ def _poly_kan_pipelined_dcoef_kernel(
     REGISTERS: gl.constexpr,
     ALIGN_IN: gl.constexpr,
 ):
-    """Tiles ``[o, (d, j)]`` of dC; all tiles' blocks of rows, one tile after the other, are dealt out evenly to parts.
+    """Tiles ``[o, (d, j)]`` of dC; all tiles' blocks of rows, one tile after the other, are shared out evenly to parts.
 
     A tile that several parts have a share of has a segment for each, in their order. Programs take part after part.
     """

@@ -215,7 +215,7 @@ def _poly_kan_pipelined_dx_kernel(
 ):
     """Tiles of dx: products with a few degrees' coefficients side by side, then their derivatives.
 
-    All tiles' steps are dealt out evenly to parts, as in `_poly_kan_pipelined_dcoef_kernel`.
+    All tiles' steps are shared out evenly to parts, as in `_poly_kan_pipelined_dcoef_kernel`.
     """
     GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
     TILE: gl.constexpr = (BLOCK_N, BLOCK_K, GROUPS, DEGREES, GROUP)
