@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from fastkron_py.nn.rational_fit import fit
-from fastkron_py.nn.rational_functions import FUNCTIONS, INTERVAL, TABLE, TABLE_DEGREES, identity
+from fastkron_py.nn.rational_fit import FUNCTIONS, INTERVAL, TABLE, TABLE_DEGREES, fit, identity
 from fastkron_py.rational.denominators.registry import denominator_names, find_denominator
 
 VERSIONS = [name for name in denominator_names() if not find_denominator(name).is_noisy]

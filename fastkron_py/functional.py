@@ -11,9 +11,7 @@ from fastkron_py.kron.operators.kronecker_sum import KroneckerSum
 from fastkron_py.kron.operators.product import KroneckerProduct
 from fastkron_py.kron.quantize import Quantized, kron_quantize
 from fastkron_py.kron.tune.api import tune
-from fastkron_py.rational.api import linear_rational, rational
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
-from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.rational.api import layer_norm_rational, linear_rational, rational, rational_linear
 
 __all__ = [
     "KroneckerProduct",

@@ -28,7 +28,7 @@ NAME: Final = "gated-rational"
 MODULE: Final = NAME.replace("-", "_")
 VERSION: Final = 0  # of the interface; `kernels` reserves 0 for interfaces that may still change
 ROOMS: Final = ("gated", "rational", "runtime", "tiling")
-LAYERS: Final = ("arguments.py", "config*.py", "gated.py", "hooks.py", "memory.py", "rational*.py", "rational_table.json", "scripting.py")
+LAYERS: Final = ("arguments.py", "gated.py", "modules.py", "rational*.py", "rational_table.json")
 BACKENDS: Final[dict[str, dict[str, Any]]] = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0+PTX"]}}
 NAMESPACE: Final = 'NAMESPACE: Final = "fastkron"'  # of runtime/operator.py
 

@@ -6,9 +6,7 @@
 from fastkron_py.gated.api import gated_linear, gated_mlp, pack_gated, unpack_gated
 from fastkron_py.nn.gated import GatedMLP
 from fastkron_py.nn.rational import GRKAN, GroupRational
-from fastkron_py.rational.api import linear_rational, rational
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
-from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.rational.api import layer_norm_rational, linear_rational, rational, rational_linear
 from fastkron_py.runtime.backend import backend, set_backend
 
 from . import layers

@@ -9,8 +9,7 @@ import pytest
 import torch
 from gluon_on_numpy import launch
 
-from fastkron_py.kan import config as tuning
-from fastkron_py.kan.hopper import kernels
+from fastkron_py.kan import launches, plan
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.runtime.launch import Launcher
@@ -19,11 +18,11 @@ from fastkron_py.runtime.program import remade, template_of
 
 def pipelined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every product is large, on a device with Hopper's kernels and few multiprocessors; the names of those that are launched."""
-    monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
-    monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
+    monkeypatch.setattr(plan, "LARGE_PRODUCTS", 1)
+    monkeypatch.setattr(plan, "LARGE_ROWS", 1)
     gpu = replace(INTERPRETER, multiprocessors=3)
     monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
-    monkeypatch.setattr(kernels, "has_pipelined", lambda device, dtype: dtype != torch.float64)
+    monkeypatch.setattr(launches, "has_pipelined", lambda device, dtype: dtype != torch.float64)
     plain = Launcher.__call__
 
     def call(self: Launcher, *given: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.conditions import kernels_need_cuda
 from benchmarks.kan.problems import Problem
 from benchmarks.registry import Call, Contender
-from fastkron_py.kan.config import Sizes, Split, Tile
+from fastkron_py.kan.plan import Sizes, Split, Tile
 
 TABLE_SIZE = 4096
 TABLE_TOLERANCE = 1.5e-2
@@ -18,7 +18,7 @@ TABLE_TOLERANCE = 1.5e-2
 
 def _held(problem: Problem, tile: Tile, split: bool, table: bool, reordered: bool) -> Call:
     """A forward pass with this tile; not reordered: coefficients are given as [in, out, degree + 1] and are copied by every call."""
-    from fastkron_py.kan import config as tuning
+    from fastkron_py.kan import plan as tuning
     from fastkron_py.kan import triton_backend
     from fastkron_py.runtime.builder import Builder
 

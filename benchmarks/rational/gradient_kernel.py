@@ -14,8 +14,7 @@ from torch import Tensor
 from fastkron_py.rational.denominators.device import unchanged
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.rational.kernels.function import COEFFICIENT, _load_coefficients, _rational_slopes
-from fastkron_py.rational.launches import SUM_BLOCK, coefficients
-from fastkron_py.rational.program_linear_rational import params
+from fastkron_py.rational.launches import SUM_BLOCK, coefficients, epilogue_params
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.gemm import load_tile, store_tile
@@ -97,7 +96,7 @@ def gradients_program(
     build = Builder([dy, weight, z, a, b])
     dy, weight, z, a, b = build.inputs
     denominator = find_denominator(version)
-    constants = (*params(a, b, columns, build.device), denominator.first)
+    constants = (*epilogue_params(a, b, columns, build.device), denominator.first)
     call = Gemm(epilogue_rational_gradients, params=constants, functions=(denominator.device.complete(),))
     a, b = build.contiguous(a), build.contiguous(b)
     dz, da, db = build.empty(z.shape, z.dtype), build.empty(a.shape, a.dtype), build.empty(b.shape, b.dtype)

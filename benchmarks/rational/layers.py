@@ -81,10 +81,10 @@ def check(problem: LayerProblem, result: Any) -> float:
 
 
 def _one_kernel(problem: LayerProblem) -> Call:
-    from fastkron_py.rational import program_linear_rational
+    from fastkron_py.rational import launches
 
     tensors = (problem.x, problem.weight, problem.bias, problem.a, problem.b)
-    program = program_linear_rational.forward(tensors, ("B",), problem.keep)
+    program = launches.linear_rational(tensors, ("B",), problem.keep)
     return lambda: tuple(program(tensors)) if problem.keep else program(tensors)[0]
 
 

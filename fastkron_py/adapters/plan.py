@@ -1,8 +1,11 @@
-"""Which low-rank factors of a LoKr product are multiplied out: closed-form, from sizes alone."""
+"""Sizes of a LoKr weight's factors, and which low-rank ones are multiplied out: closed-form, from sizes alone."""
 
 from __future__ import annotations
 
+import json
 from itertools import product
+from math import isqrt
+from pathlib import Path
 from typing import Final, NamedTuple
 
 _EXPANSION_PASSES: Final = 3  # a product is written and read, and its gradient written
@@ -22,8 +25,9 @@ class Costs(NamedTuple):
     call: float
 
 
-CPU_COSTS: Final = Costs(6.0, 5e6)  # 70 us on two cores
-GPU_COSTS: Final = Costs(200.0, 5e9)  # 15 us on an H200
+_MEASURED: Final = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))
+CPU_COSTS: Final = Costs(**_MEASURED["two cores"])  # a call: 70 us
+GPU_COSTS: Final = Costs(**_MEASURED["H200"])  # a call: 15 us
 
 
 class FactorSize(NamedTuple):
@@ -109,3 +113,21 @@ def _product_cost(first: _Mode, second: _Mode, element: float) -> float:
     second_goes_first = work_of_second * first.before + work_of_first * second.after + 2 * element * first.before * second.after
     first_goes_first = work_of_first * second.before + work_of_second * first.after + 2 * element * first.after * second.before
     return min(second_goes_first, first_goes_first) + moved
+
+
+def split_size(size: int, factor: int = -1) -> tuple[int, int]:
+    """Split a size, by the rule of LyCORIS and PEFT, into ``(m, n)`` with ``m <= n`` and ``m * n == size``.
+
+    Args:
+        size: to split.
+        factor: m where it divides size, else an upper bound of m. -1 takes the m next to the square root.
+
+    Example:
+        >>> split_size(128), split_size(128, 4), split_size(127)
+        ((8, 16), (4, 32), (1, 127))
+    """
+    if factor > 0 and size % factor == 0:
+        return min(factor, size // factor), max(factor, size // factor)
+    bound = isqrt(size) if factor < 0 else min(factor, isqrt(size))
+    m = max([d for d in range(1, bound + 1) if size % d == 0])
+    return m, size // m

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fastkron_py.gated import operator
 from fastkron_py.gated.activations.registry import find_activation
-from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.arrays import through_bridge
+from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import check_choice, check_precision, check_tensor
+from fastkron_py.runtime.checks import check_choice, check_precision, check_real_dtype, check_tensor
 from fastkron_py.runtime.eager import is_tracing, wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, cast
@@ -21,7 +21,6 @@ ArrayT = TypeVar("ArrayT")
 
 LAYOUTS: Final = ("interleaved", "stacked")
 BACKWARDS: Final = ("save", "recompute")
-_REAL: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def gated_linear(
@@ -138,10 +137,7 @@ def _call(x: Any, weight: Any, bias: Any, after: tuple[Any, Any], activation: An
     if isinstance(x, Tensor):
         return _gated_linear(tensors, labels, backward, options, key)
     arrays = {label: a for label, a in zip(labels, tensors, strict=True) if a is not None or label == "x"}
-    bridge = find_bridge(list(arrays.values()), list(arrays))
-    with bridge.context():
-        loaded = {label: bridge.load(a, label) for label, a in arrays.items()}
-        return bridge.give_back(_gated_linear(tuple([loaded.get(label) for label in labels]), labels, backward, options, None))
+    return through_bridge(arrays, lambda loaded: _gated_linear(tuple(map(loaded.get, labels)), labels, backward, options, None))
 
 
 def _pair(name: str, given: Any) -> Any:
@@ -159,9 +155,7 @@ def _stacked_bias(x: Any, bias: Any) -> Any:
     pair = _pair("bias", bias)
     if isinstance(x, Tensor):
         return _stack(*pair)
-    bridge = find_bridge([x, *pair], ["x", "bias[0]", "bias[1]"])
-    with bridge.context():
-        return bridge.give_back(_stack(*[bridge.load(t, f"bias[{i}]") for i, t in enumerate(pair)]))
+    return through_bridge({"x": x, "bias[0]": pair[0], "bias[1]": pair[1]}, lambda loaded: _stack(loaded["bias[0]"], loaded["bias[1]"]))
 
 
 def _stack(up: Any, gate: Any) -> Tensor:
@@ -230,19 +224,16 @@ def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, options:
     if dtype is not None:
         tensors = tuple([cast(t, dtype) for t in tensors])
     _check_tensors(tensors, labels, options[1])
-    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
-    chosen = "" if torch.compiler.is_compiling() else requested_backend()
     saves = backward == "save" and wants_gradient(tensors) and not is_tracing()
     call = operator.gated_linear_saving if saves else operator.gated_linear
-    y: Tensor = call(*tensors, *options, chosen, key=key if dtype is None else None)  # under autocast of other tensors
+    y: Tensor = call(*tensors, *options, backend_of_call(), key=key if dtype is None else None)  # under autocast of other tensors
     return y
 
 
 def _check_tensors(tensors: Any, labels: tuple[str, ...], layout: str) -> None:
     x, weight, gate, bias, down, down_bias = tensors
     check_tensor("x", x, x, "x")
-    if x.dtype not in _REAL:
-        raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in _REAL), x.dtype)
+    check_real_dtype("x", x.dtype, "a real dtype among")
     check_tensor(labels[1], weight, x, "x")
     if x.ndim == 0:
         raise value_error("x", "at least one dimension [..., in]", "a 0-dimensional tensor")

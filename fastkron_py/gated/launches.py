@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.gated.activations.registry import find_activation
-from fastkron_py.gated.kernels.epilogues import (
+from fastkron_py.gated.kernels import (
     _gate_gradients_kernel,
     epilogue_gate,
     epilogue_gate_and_pair,
@@ -42,7 +42,7 @@ class Gated(NamedTuple):
         interleaved = self.layout == "interleaved"
         # Read as halves, the two sums of a pair stand in two halves of a tile, and a thread has neighbours of both to store.
         pairs = "stacked" if self.as_halves else self.layout
-        light = epilogue is epilogue_gate and pairs == "stacked" and found.is_light
+        light = epilogue is epilogue_gate and pairs == "stacked" and found.allows_overlap
         return Gemm(epilogue, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True, light=light)
 
     def operands(self, build: Builder, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> tuple[Any, Any, Any]:

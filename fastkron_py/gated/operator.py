@@ -15,24 +15,24 @@ own, of the same layer written in torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastkron_py.gated import program, torch_backend
-from fastkron_py.gated.program import COUNT, sizes
+from fastkron_py.gated.program import NUM_TENSORS, sizes
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.eager import TENSOR_TYPES, takes_fast_path, wants_gradient
-from fastkron_py.runtime.operator import Operator, Saved, second_order
+from fastkron_py.runtime.operator import Operator, Saved
+from fastkron_py.runtime.operator_pair import fake_gradients, gradient_operator, gradient_schema
 from fastkron_py.runtime.precision import torch_products
 from fastkron_py.runtime.program import order_of
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? gate, Tensor? bias, Tensor? down, Tensor? down_bias"
 _OPTIONS = "str activation, str layout, str? precision, str backend"
-# Which of the tensors' gradients are needed; a list of booleans would be a list of symbols to some of torch's transforms.
-_NEEDS = "bool need_x, bool need_weight, bool need_gate, bool need_bias, bool need_down, bool need_down_bias"
 
 
 def order(weight: Any, gate: Any) -> int | None:
@@ -88,41 +88,6 @@ def _vmap_saving(size: int, dims: Sequence[Any], tensors: Sequence[Any], options
     return vmap_by_sample(gated_linear_saving.registered, size, dims, tensors, options)
 
 
-# ---- backward ----------------------------------------------------------------------------------
-
-
-def _fake_backward(dy: Tensor, *arguments: Any) -> list[Tensor]:
-    needs = arguments[COUNT + 1 : 2 * COUNT + 1]
-    return [t.new_empty(t.shape) for t, need in zip(arguments[:COUNT], needs, strict=True) if need and t is not None]
-
-
-def _backward_second(saved: Saved, *cotangents: Tensor | None) -> Sequence[Tensor | None]:
-    """Cotangents of dy and of the tensors; of the pairs, which the tensors make, none."""
-    if all(c is None for c in cotangents):
-        return (None,) * (COUNT + 2)
-    dy, *tensors, _ = saved.tensors
-    needs, (activation, layout, precision, _) = saved.options[:COUNT], saved.options[COUNT:]
-    with torch_products(dy, precision):
-        found = second_order(lambda *given: torch_backend.forward(given, activation, layout), dy, tensors, take(cotangents, needs))
-    return *found, None
-
-
-def _gradients_in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> list[Tensor]:
-    """The gradients that are needed; the pairs, which the tensors make, are not read."""
-    dy, *given = tensors[: COUNT + 1]
-    needs = [need and t is not None for need, t in zip(options, given, strict=False)]
-
-    def layer(*wanted: Tensor) -> Tensor:
-        operands = [t if w is None else w for t, w in zip(given, take(wanted, needs), strict=True)]
-        return _in_torch(operands, options[COUNT:])
-
-    return list(torch.func.vjp(layer, *[t for t, need in zip(given, needs, strict=True) if need])[1](dy))
-
-
-def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    return vmap_by_sample(gated_linear_backward.registered, size, dims, tensors, options)
-
-
 # ---- the operators -----------------------------------------------------------------------------
 
 gated_linear = Operator(
@@ -136,7 +101,7 @@ gated_linear = Operator(
 )
 gated_linear_saving = Operator(
     f"gated_linear_saving({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
-    program=program.forward_saving,
+    program=partial(program.forward, saving=True),
     fake=_fake_saving,
     backward=_backward,
     vmap=_vmap_saving,
@@ -144,19 +109,20 @@ gated_linear_saving = Operator(
     kept=1,
     places=lambda tensors: order(*tensors[1:3]),
 )
-gated_linear_backward = Operator(
-    f"gated_linear_backward(Tensor dy, {_TENSORS}, Tensor? pairs, {_NEEDS}, {_OPTIONS}) -> Tensor[]",
+gated_linear_backward = gradient_operator(
+    "gated_linear_backward",
+    _TENSORS,
+    _OPTIONS,
+    kept="Tensor? pairs",
     program=program.gradients,
-    fake=_fake_backward,
-    backward=_backward_second,
-    vmap=_vmap_backward,
-    in_torch=_gradients_in_torch,
+    in_torch=_in_torch,
+    context=lambda dy, options: torch_products(dy, options[2]),
     unsaved=(-1,),
     places=lambda tensors: order(*tensors[2:4]),
 )
 gated_linear_backward_ = Operator(
-    f"gated_linear_backward_(Tensor dy, {_TENSORS}, Tensor(a!) pairs, {_NEEDS}, {_OPTIONS}) -> Tensor[]",
-    program=program.gradients_in_place,
-    fake=_fake_backward,
+    gradient_schema("gated_linear_backward_", _TENSORS, "Tensor(a!) pairs", _OPTIONS),
+    program=partial(program.gradients, in_place=True),
+    fake=fake_gradients(NUM_TENSORS),
     places=lambda tensors: order(*tensors[2:4]),
 )

@@ -21,7 +21,7 @@ from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS
 from fastkron_py.tiling.torch_products import add_product, column_sums, has_onednn, linear, product
 
-COUNT: Final = 6  # tensors of a layer
+NUM_TENSORS: Final = 6  # tensors of a layer
 
 Wide = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """x ``[M, K]``, weight, gate and bias."""
@@ -79,7 +79,7 @@ def is_by_triton(x: Tensor, weight: Tensor, options: Options) -> bool:
 
 
 def forward(tensors: Sequence[Any], options: tuple[Any, ...], saving: bool = False) -> Program:
-    """The program of `fastkron::gated_linear`; arguments as in its schema."""
+    """The program of `fastkron::gated_linear`, or, saving, of `gated_linear_saving`; arguments as in its schema."""
     chosen = Options(*options)
     by_triton = is_by_triton(tensors[0], tensors[1], chosen)
     build = Builder(tensors)
@@ -103,11 +103,6 @@ def _recorded(tensors: Sequence[Any], options: Options) -> Callable[..., Tensor]
         return torch_backend.forward(layer, options.activation, options.layout)
 
     return call
-
-
-def forward_saving(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """The program of `fastkron::gated_linear_saving`."""
-    return forward(tensors, options, True)
 
 
 def _add_forward(build: Builder, wide: Wide, options: Options, by_triton: bool, saving: bool) -> tuple[Tensor, Any]:
@@ -164,10 +159,10 @@ def _add_gate(build: Builder, pairs: Tensor, options: Options) -> Tensor:
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...], in_place: bool = False) -> Program:
-    """The program of `fastkron::gated_linear_backward`; in place: gradients of the pairs are written over them."""
+    """The program of `fastkron::gated_linear_backward`, or in place, over the pairs, of `gated_linear_backward_`."""
     _, x, weight, *_ = tensors
-    needs = [need and t is not None for need, t in zip(options, tensors[1 : COUNT + 1], strict=False)]
-    chosen = Options(*options[COUNT:])
+    needs = [need and t is not None for need, t in zip(options, tensors[1 : NUM_TENSORS + 1], strict=False)]
+    chosen = Options(*options[NUM_TENSORS:])
     rows = math.prod(x.shape[:-1])
     build = Builder(tensors)
     dy, *inputs, pairs = build.inputs
@@ -176,11 +171,6 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...], in_place: bool =
     found = backward.gradients(build.reshape(dy, (rows, dy.shape[-1])), needs)
     results = [(f, t.shape) for f, t in zip(found, tensors[1:], strict=False) if f is not None]
     return build.program([f for f, _ in results], [shape for _, shape in results])
-
-
-def gradients_in_place(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """The program of `fastkron::gated_linear_backward_`."""
-    return gradients(tensors, options, True)
 
 
 class _Backward(NamedTuple):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastkron_py.kan import operator
-from fastkron_py.kan.bases.basis import MOST_DEGREE
-from fastkron_py.kan.bases.registry import find_basis
-from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.kan.bases.registry import MOST_DEGREE, Basis, find_basis
+from fastkron_py.runtime.arrays import through_bridge
+from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import check_choice, check_integer, check_precision, check_scalar, check_tensor
+from fastkron_py.runtime.checks import check_choice, check_integer, check_precision, check_real_dtype, check_scalar, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, cast, wide
 
@@ -26,8 +25,7 @@ NORMALIZATIONS: Final = ("tanh", "clamp", "minmax", "layer_norm", "none")
 EVALUATIONS: Final = ("recurrence", "lut")
 LUT_SIZE: Final = 4096
 MOST_LUT_SIZE: Final = 1 << 20
-DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Operations that a kernel applies to x once it is here, by torch, as far as they take more than one element at a time.
+# What the kernel still applies, after torch did the reductions.
 _ELEMENTWISE: Final = {"tanh": "tanh", "clamp": "clamp", "minmax": "clamp", "layer_norm": "tanh", "none": "none"}
 _CACHED: Final = ("tanh", "clamp", "none")  # normalisations that leave x to the kernel, so that guards on it are guards on its operand
 
@@ -99,28 +97,24 @@ def poly_kan(
     arrays = {"x": x, "coefficients": coefficients} | ({} if bias is None else {"bias": bias})
     if isinstance(bounds, tuple | list):
         arrays |= {f"bounds[{i}]": b for i, b in enumerate(bounds) if not isinstance(b, numbers.Real)}
-    bridge = find_bridge(list(arrays.values()), list(arrays))
-    with bridge.context():
-        loaded = {name: bridge.load(array, name) for name, array in arrays.items()}
-        if isinstance(bounds, tuple | list):
-            bounds = tuple(loaded.get(f"bounds[{i}]", b) for i, b in enumerate(bounds))
-        checked = _checked(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
-        y = _poly_kan(loaded["x"], loaded["coefficients"], loaded.get("bias"), checked, precision, None)
-        return bridge.give_back(y)  # type: ignore[no-any-return]
+
+    def call(loaded: dict[str, Tensor]) -> Tensor:
+        given = tuple(loaded.get(f"bounds[{i}]", b) for i, b in enumerate(bounds)) if isinstance(bounds, tuple | list) else bounds
+        checked = _checked(basis, basis_parameters, normalization, given, evaluation, lut_size)
+        return _poly_kan(loaded["x"], loaded["coefficients"], loaded.get("bias"), checked, precision, None)
+
+    return through_bridge(arrays, call)  # type: ignore[no-any-return]
 
 
-class _Checked:
-    """Arguments that are no tensors of the product."""
+class _Checked(NamedTuple):
+    """Arguments that are no tensors of the product; description: of the basis and its parameters, for operators."""
 
-    def __init__(
-        self, basis: Any, parameters: tuple[float, ...], description: str, normalization: str, bounds: Any, table_size: int
-    ) -> None:
-        self.basis = basis
-        self.parameters = parameters
-        self.description = description
-        self.normalization = normalization
-        self.bounds = bounds
-        self.table_size = table_size
+    basis: Basis
+    parameters: tuple[float, ...]
+    description: str
+    normalization: str
+    bounds: Any
+    table_size: int
 
 
 def _checked(basis: Any, parameters: Any, normalization: Any, bounds: Any, evaluation: Any, lut_size: Any) -> _Checked:
@@ -211,17 +205,14 @@ def _poly_kan(
     elif normalization == "layer_norm":
         x = torch.nn.functional.layer_norm(wide(x), x.shape[-1:])
     x = x.to(like.dtype)
-    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
-    backend = "" if torch.compiler.is_compiling() else requested_backend()
-    arguments = x, coefficients, bias, checked.description, _ELEMENTWISE[normalization], checked.table_size, precision, backend
-    y: Tensor = operator.poly_kan(*arguments, key=None if dtype is not None else key)
+    options = checked.description, _ELEMENTWISE[normalization], checked.table_size, precision, backend_of_call()
+    y: Tensor = operator.poly_kan(x, coefficients, bias, *options, key=None if dtype is not None else key)
     return y
 
 
 def _check_shapes(x: Tensor, like: Tensor, coefficients: Any, bias: Any, checked: _Checked) -> None:
     """Check the shapes of x and the parameters; like has the dtype that x is multiplied in."""
-    if like.dtype not in DTYPES:
-        raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), like.dtype)
+    check_real_dtype("x", like.dtype, "a real dtype among")
     check_tensor("coefficients", coefficients, like, "x")
     if x.ndim == 0:
         raise value_error("x", "at least one dimension [..., in]", "a 0-dimensional tensor")

@@ -1,4 +1,4 @@
-"""Launchers of the polynomial KAN kernels in plain Triton."""
+"""Launchers of the polynomial KAN kernels: plain Triton's, and those for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,306 @@ import math
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fastkron_py.kan import config as tuning
-from fastkron_py.kan.config import GROUP, Split, Tile
-from fastkron_py.kan.hopper import launch as hopper
+from fastkron_py.kan import plan
 from fastkron_py.kan.kernels.forward import _poly_kan_fwd_kernel
 from fastkron_py.kan.kernels.gradients import _poly_kan_gradients_kernel
-from fastkron_py.kan.problem import ALIGNED, Problem, Product, Stored, stored, whole_vectors
+from fastkron_py.kan.kernels.operands import _sum_segments_kernel
+from fastkron_py.kan.layer_config import LayerConfig
+from fastkron_py.kan.plan import GROUP, Pipelined, Sizes, Split, Tile
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.tiling.products import arithmetic
+from fastkron_py.runtime.precision import wide_dtype
+from fastkron_py.runtime.program import bits
+from fastkron_py.tiling.products import _sum_partials_kernel, arithmetic
+
+ALIGNED: Final = 16  # elements: more makes no load wider
+_SUM_BLOCK: Final = 256
+_ONE: Final = bits(1.0)
+
+
+class Problem(NamedTuple):
+    """Everything that a layer's launches depend on, as plain values; strides are of rows."""
+
+    rows: int
+    num_in: int
+    num_out: int
+    stride_x: int
+    stride_g: int  # of dy; 0 in the forward pass
+    has_bias: bool
+    layer: LayerConfig
+    precision: str
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of sums."""
+        return wide_dtype(self.dtype)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether float32 products take three passes."""
+        return self.dtype == torch.float32 and self.precision == "highest"
+
+    @property
+    def is_large(self) -> bool:
+        """Whether operands are prepared."""
+        return plan.is_large(self.sizes())
+
+    def sizes(self) -> Sizes:
+        """The sizes that the closed form chooses by."""
+        passes = 3 if self.is_split else 1
+        return Sizes(self.rows, self.num_in, self.num_out, self.layer.terms, self.dtype.itemsize, passes, devices.gpu_of(self.device))
+
+
+class Stored(NamedTuple):
+    """Where a kernel stores a result, and the second stage that adds up partial sums.
+
+    Attributes:
+        partial: shape of the partial sums; None for the result itself.
+        launcher: of the second stage, on partial sums and the result.
+        scalars: of its launch.
+    """
+
+    partial: tuple[int, ...] | None = None
+    launcher: Launcher | None = None
+    scalars: tuple[int, ...] = ()
+
+
+def stored(splits: int, shape: tuple[int, ...]) -> Stored:
+    """The result, or partial sums ``[splits, ...]`` that are added in order."""
+    if splits == 1:
+        return Stored()
+    size = math.prod(shape)
+    # stride_b is of a batch of sums; there is one here.
+    strides = {"stride_b": 0, "stride_r": size}
+    arguments = {**strides, "programs": splits, "SIZE": size, "BLOCK_R": 4, "BLOCK": _SUM_BLOCK, "COLUMNS": 0, "num_warps": 4}
+    return Stored((splits, *shape), Launcher([LaunchConfig(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments)]), (_ONE,))
+
+
+class Boxes(NamedTuple):
+    """Block shape of a TMA descriptor of matrices; beyond the first columns there is nothing."""
+
+    shape: list[int]
+    columns: int
+    layout: Any
+
+    def describe(self, t: Tensor) -> Any:
+        """The descriptor of a matrix whose rows begin on boundaries of 16 bytes, or of contiguous matrices, one below the other."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        t = t.view(-1, t.shape[-1])[:, : self.columns]
+        return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], self.shape, self.layout)
+
+
+class Product(NamedTuple):
+    """The launch of one of a layer's products, or of both gradients, and the operands it wants.
+
+    Attributes:
+        launcher: on the operands, then the results or their partial sums.
+        first: degree in the product; that before is added apart.
+        transposed: whether an operand runs along the reduction: TF32 in shared memory has to, 16-bit types need not.
+        with_low: whether its low halves are operands too.
+        rounds: whether TF32, which cuts, is given numbers that cutting rounds.
+        results: how each of the results is stored.
+        pipelined: whether the kernel is one for Hopper GPUs.
+        boxes: of the operand with its low halves, where descriptors of these are given; of dx's two, the coefficients.
+        boxes_of_dy: of dx's other one.
+    """
+
+    launcher: Launcher
+    first: int
+    transposed: bool
+    with_low: bool
+    rounds: bool
+    results: tuple[Stored, ...]
+    pipelined: bool = False
+    boxes: Boxes | None = None
+    boxes_of_dy: Boxes | None = None
+
+
+def whole_vectors(count: int) -> int:
+    """The least number from count on of float32 numbers that are vectors of 16 bytes."""
+    return -(-count // 4) * 4
+
+
+# ---- the kernels for Hopper GPUs -------------------------------------------------------------------
+
+_PASSES: Final = (("forward", "fwd"), ("dx", "dx"), ("dcoef", "dcoef"))  # modules and kernels
+
+
+def pipelined_kernels() -> Any:
+    """(forward, dx, dC) of polynomial KAN layers, or None where this Triton cannot compile them."""
+    modules = "kan.kernels.hopper"
+    kernels = [devices.gluon_kernel(f"{modules}.{module}", f"_poly_kan_pipelined_{name}_kernel") for module, name in _PASSES]
+    return None if any([kernel is None for kernel in kernels]) else tuple(kernels)
+
+
+def has_pipelined(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether they can run here."""
+    return dtype != torch.float64 and devices.gpu_of(device).has_wgmma and pipelined_kernels() is not None
+
+
+_SUM_ROWS: Final = 32
+_DOWN: Final = 1 << 16  # rows of tiles in a group: all of them, which is the order in which the second kernel finds their shares
+
+
+def takes_pipelined(problem: Problem, backward: bool) -> bool:
+    """Whether these kernels can do a layer's products on its device, and are better than plain Triton's."""
+    if not problem.layer.found.any_dialect or not has_pipelined(problem.device, problem.dtype):
+        return False
+    # Float32 is prepared, with rows that TMA takes.
+    copies = problem.dtype == torch.float32 or (problem.stride_x % 8 == 0 and problem.stride_g % 8 == 0)
+    return copies and plan.takes_pipelined(problem.sizes(), backward)
+
+
+def _pipelined_sizes(problem: Problem) -> Sizes:
+    """The sizes that the closed form chooses by."""
+    return problem.sizes()._replace(terms=max(1, problem.layer.terms - problem.layer.first))
+
+
+def _precision(problem: Problem) -> str:
+    if problem.dtype != torch.float32:
+        return "half"
+    return "split" if problem.is_split else "cut"
+
+
+def _pipelined_constants(problem: Problem, choice: Pipelined, derivative: bool) -> dict[str, Any]:
+    """The arguments that all three kernels take."""
+    start, step, value = problem.layer.prologue(derivative)
+    return {
+        "rows": problem.rows,
+        "num_in": problem.num_in,
+        "num_out": problem.num_out,
+        "stride_xm": problem.stride_x,
+        "TERMS": problem.layer.terms,
+        "FIRST": problem.layer.first,
+        "PARAMS": problem.layer.constants,
+        "START": start,
+        "STEP": step,
+        "VALUE": value,
+        "NORM": problem.layer.normalizer.device_functions(True)[0],
+        "BLOCK_N": choice.block_n,
+        "BLOCK_K": choice.block_k,
+        "STAGES": choice.stages,
+        "FLUSH": choice.flush,
+        "PRECISION": _precision(problem),
+        "ALIGN_IN": math.gcd(problem.num_in, problem.stride_x, ALIGNED),
+        "num_warps": 4 if choice.registers else 8,
+    }
+
+
+def _pipelined_product(
+    problem: Problem, kernel: Any, choice: Pipelined, arguments: dict[str, Any], result: Stored, boxes: Boxes | None
+) -> Product:
+    launcher = Launcher([LaunchConfig(kernel, (choice.programs,), arguments)])
+    transposed = problem.dtype == torch.float32
+    rounds = transposed and not problem.is_split
+    return Product(launcher, problem.layer.first, transposed, problem.is_split, rounds, (result,), True, boxes)
+
+
+def _boxes(shape: list[int], columns: int, dtype: torch.dtype) -> Boxes:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, str(dtype).removeprefix("torch.")))
+    return Boxes(shape, columns, layout)
+
+
+def pipelined_forward(problem: Problem) -> Product:
+    """The launch of y, on (x, C, its low halves, table, bias)."""
+    choice = plan.pipelined_forward(_pipelined_sizes(problem))
+    kernel, _, _ = pipelined_kernels()
+    arguments = {
+        **_pipelined_constants(problem, choice, False),
+        "blocks_per_split": choice.blocks,
+        "items": choice.work_items,
+        "HAS_BIAS": problem.has_bias or problem.layer.first == 1,
+        "BLOCK_M": plan.BLOCK_M,
+        "GROUP": GROUP,
+        "REGISTERS": choice.registers,
+        "ALIGN_OUT": math.gcd(problem.num_out, ALIGNED),
+    }
+    result = stored(choice.splits, (problem.rows, problem.num_out))
+    boxes = _boxes([choice.block_n, choice.block_k], problem.num_in, problem.dtype)
+    return _pipelined_product(problem, kernel, choice, arguments, result, boxes)
+
+
+def pipelined_input_gradient(problem: Problem) -> Product | None:
+    """The launch of dx, on (dy, its low halves, x, C, its low halves, table), where this kernel is best."""
+    choice = plan.pipelined_input_gradient(_pipelined_sizes(problem))
+    if choice is None:
+        return None
+    _, kernel, _ = pipelined_kernels()
+    units = -(-problem.num_out // choice.block_k) * -(-_pipelined_sizes(problem).terms // choice.degrees)
+    tiles = -(-problem.rows // plan.BLOCK_M) * -(-problem.num_in // choice.block_n)
+    segments = plan.segments_of(tiles, units, choice.work_items)
+    arguments = {
+        **_pipelined_constants(problem, choice, True),
+        "parts": choice.work_items,
+        "SLOPE": problem.layer.normalizer.device_functions(True)[1],
+        "DEGREES": choice.degrees,
+        "GROUP": GROUP if segments == 1 else _DOWN,
+        "REGISTERS": choice.registers,
+    }
+    result = Stored()
+    if segments > 1:
+        shape = (1, problem.rows, problem.num_in)
+        result = _segments(shape, 0, 1, choice, units, segments)
+    boxes = _boxes([choice.block_n, choice.block_k], problem.num_out, problem.dtype)
+    product = _pipelined_product(problem, kernel, choice, arguments, result, boxes)
+    return product._replace(boxes_of_dy=_boxes([plan.BLOCK_M, choice.block_k], problem.num_out, problem.dtype))
+
+
+def pipelined_coefficient_gradient(problem: Problem) -> Product:
+    """The launch of dC, on (dy, its low halves, x, table)."""
+    sizes = _pipelined_sizes(problem)
+    choice = plan.pipelined_coefficient_gradient(sizes)
+    _, _, kernel = pipelined_kernels()
+    transposed = problem.dtype == torch.float32
+    blocks = -(-problem.rows // choice.block_k)
+    arguments = {
+        **_pipelined_constants(problem, choice, False),
+        "blocks": blocks,
+        "parts": choice.work_items,
+        "DEGREES": choice.degrees,
+        "REGISTERS": choice.registers,
+    }
+    box = [plan.BLOCK_M, choice.block_k] if transposed else [choice.block_k, plan.BLOCK_M]
+    boxes = _boxes(box, problem.rows if transposed else problem.num_out, problem.dtype)
+    tiles = -(-problem.num_out // plan.BLOCK_M) * -(-problem.num_in // choice.block_n) * -(-sizes.terms // choice.degrees)
+    segments = plan.segments_of(tiles, blocks, choice.work_items)
+    result = Stored()
+    if segments > 1:
+        shape = (problem.layer.terms, problem.num_out, problem.num_in)
+        result = _segments(shape, problem.layer.first, choice.degrees, choice, blocks, segments)
+    return _pipelined_product(problem, kernel, choice, arguments, result, boxes)
+
+
+def _segments(shape: tuple[int, int, int], first: int, degrees: int, choice: Pipelined, units: int, segments: int) -> Stored:
+    """Partial sums of a result [terms, rows, columns], from term first on; a second kernel adds those of each tile."""
+    terms, rows, columns = shape
+    arguments = {
+        "num_in": columns,
+        "num_out": rows,
+        "blocks": units,
+        "programs": choice.work_items,
+        "segments": segments,
+        "TERMS": terms,
+        "FIRST": first,
+        "DEGREES": degrees,
+        "BLOCK_M": plan.BLOCK_M,
+        "BLOCK_N": choice.block_n,
+        "ROWS": _SUM_ROWS,
+        "num_warps": 4,
+    }
+    programs = -(-columns // choice.block_n) * -(-rows // _SUM_ROWS) * (terms - first)
+    launcher = Launcher([LaunchConfig(_sum_segments_kernel, (programs,), arguments)])
+    return Stored((segments, *shape), launcher)
+
+
+# ---- plain Triton's kernels ------------------------------------------------------------------------
 
 
 class _Blocks(NamedTuple):
@@ -79,9 +369,9 @@ def _product(kernel: Any, programs: int, arguments: dict[str, Any], blocks: _Blo
 
 def forward(problem: Problem) -> Product:
     """The launch of y, on (x, C, its low halves, table, bias)."""
-    if hopper.takes(problem, False):
-        return hopper.forward(problem)
-    blocks = _blocks(problem, tuning.forward, False)
+    if takes_pipelined(problem, False):
+        return pipelined_forward(problem)
+    blocks = _blocks(problem, plan.forward, False)
     tile, split = blocks.tile, blocks.split
     start, step, value = problem.layer.prologue(False)
     even_n, even_k = blocks.even(problem.num_out, problem.num_in)
@@ -121,7 +411,7 @@ class _Gradient(NamedTuple):
 
 def _of_input(problem: Problem) -> _Gradient:
     """The arguments for dx."""
-    blocks = _blocks(problem, tuning.input_gradient, True)
+    blocks = _blocks(problem, plan.input_gradient, True)
     tile, splits = blocks.tile, blocks.split.splits
     even_n, even_k = blocks.even(problem.num_in, problem.num_out)
     start, step, value = problem.layer.prologue(True)
@@ -145,7 +435,7 @@ def _of_input(problem: Problem) -> _Gradient:
 
 def _of_coefficients(problem: Problem) -> _Gradient:
     """The arguments for dC."""
-    blocks = _blocks(problem, tuning.coefficient_gradient, False)
+    blocks = _blocks(problem, plan.coefficient_gradient, False)
     tile, splits, terms = blocks.tile, blocks.split.splits, problem.layer.terms
     start, step, value = problem.layer.prologue(False)
     arguments = {
@@ -165,7 +455,14 @@ def _of_coefficients(problem: Problem) -> _Gradient:
 
 _PREPARED_TOGETHER: Final = 1 << 23  # elements of dy and C
 _TENSORS: Final = 8  # that the kernel takes
-_UNREAD: Final = ("stride_go", "stride_co", "stride_ci", "blocks_x", "blocks_c", "ALIGN_CO")  # integers of the gradient that is not made
+_UNUSED_SCALARS: Final = (
+    "stride_go",
+    "stride_co",
+    "stride_ci",
+    "blocks_x",
+    "blocks_c",
+    "ALIGN_CO",
+)  # integers of the gradient that is not made
 
 
 def _gradients(problem: Problem, of_x: _Gradient | None, of_coefficients: _Gradient | None) -> Product:
@@ -186,7 +483,7 @@ def _gradients(problem: Problem, of_x: _Gradient | None, of_coefficients: _Gradi
         arguments |= gradient.arguments
     arguments |= _constants(problem)
     absent = [name for name in _poly_kan_gradients_kernel.arg_names[_TENSORS:] if name not in arguments]
-    arguments |= {name: 1 if name in _UNREAD else None for name in absent}
+    arguments |= {name: 1 if name in _UNUSED_SCALARS else None for name in absent}
     programs = sum([gradient.programs for gradient in made])
     return _product(_poly_kan_gradients_kernel, programs, arguments, blocks, tuple([gradient.stored for gradient in made]))
 
@@ -194,26 +491,28 @@ def _gradients(problem: Problem, of_x: _Gradient | None, of_coefficients: _Gradi
 def input_gradient(problem: Problem) -> Product:
     """The launch of dx alone, on (dy, its low halves, x, C, its low halves, table).
 
-    See `dx_gemm_launch` for another one.
+    See `triton_backend.gemm_choice` for another one.
     """
-    found = hopper.input_gradient(problem) if hopper.takes(problem, True) else None
+    found = pipelined_input_gradient(problem) if takes_pipelined(problem, True) else None
     return found or _gradients(problem, _of_input(problem), None)
 
 
 def coefficient_gradient(problem: Problem) -> Product:
     """The launch of dC alone, on (dy, its low halves, x, table), between which plain Triton's kernel takes C and its low halves."""
-    return hopper.coefficient_gradient(problem) if hopper.takes(problem, True) else _gradients(problem, None, _of_coefficients(problem))
+    return (
+        pipelined_coefficient_gradient(problem) if takes_pipelined(problem, True) else _gradients(problem, None, _of_coefficients(problem))
+    )
 
 
 def takes_both(problem: Problem) -> bool:
     """Whether one launch makes both gradients: of small layers, for which nothing is prepared."""
-    return not problem.is_large and not hopper.takes(problem, True)
+    return not problem.is_large and not takes_pipelined(problem, True)
 
 
 def prepares_both(problem: Problem) -> bool:
     """Whether both gradients' operands are prepared in one launch: where a launch counts, and memory for them at a time does not."""
     elements = problem.rows * problem.num_out + problem.layer.terms * problem.num_out * problem.num_in
-    return hopper.takes(problem, True) and problem.is_split and elements <= _PREPARED_TOGETHER
+    return takes_pipelined(problem, True) and problem.is_split and elements <= _PREPARED_TOGETHER
 
 
 def both_gradients(problem: Problem) -> Product:

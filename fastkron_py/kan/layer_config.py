@@ -9,15 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kan.bases.basis import Basis, Prologue
-from fastkron_py.kan.bases.registry import find_basis
+from fastkron_py.kan.bases.registry import Basis, Prologue, find_basis
 from fastkron_py.kan.bases.table import TABLE_DERIVATIVE_MAKER, TABLE_MAKER, basis_table, table_derivatives, table_values
 from fastkron_py.kan.normalizers import NORMALIZERS, Normalizer
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and tables: float64 for that, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from fastkron_py.runtime.precision import wide_dtype
 
 
 class LayerConfig(NamedTuple):
@@ -65,7 +60,7 @@ class LayerConfig(NamedTuple):
 
     def table(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Samples of the basis's values ``[terms, table_size]``, which kernels read, in float64 for that and else float32."""
-        return basis_table(self.found, self.terms, self.parameters, self.table_size, wide(dtype), device)
+        return basis_table(self.found, self.terms, self.parameters, self.table_size, wide_dtype(dtype), device)
 
     def values(self, t: Tensor) -> Iterator[Tensor]:
         """B_d(t) in torch, degree by degree, for normalised arguments."""

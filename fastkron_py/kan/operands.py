@@ -11,13 +11,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastkron_py.kan.kernels.constant import _column_sums_kernel, _constant_kernel, _spread_sums_kernel
+from fastkron_py.kan.kernels.forward import _column_sums_kernel, _constant_kernel, _spread_sums_kernel
 from fastkron_py.kan.kernels.operands import _low_halves_kernel, _transpose_both_kernel, _transpose_kernel
-from fastkron_py.kan.layer_config import wide
-from fastkron_py.kan.problem import whole_vectors
+from fastkron_py.kan.launches import whole_vectors
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.precision import wide_dtype
 
 _TILE: Final = 64  # rows and columns of a tile that is transposed
 _LOW_BLOCK: Final = 1024
@@ -56,7 +56,7 @@ def aligned(build: Builder, t: Tensor) -> Tensor:
 def halves(build: Builder, t: Tensor, with_low: bool, pads: bool) -> tuple[Tensor, Tensor]:
     """A contiguous tensor ``[..., N]``, and the part of every number that TF32 leaves out, for which else the tensor stands in.
 
-    Where the copy engine reads them (pads), both begin on boundaries of 16 bytes, and float32 rows have `whole_vectors` of columns.
+    Where TMA reads them (pads), both begin on boundaries of 16 bytes, and float32 rows have `whole_vectors` of columns.
     """
     columns = t.shape[-1]
     stride = whole_vectors(columns) if pads and t.dtype == torch.float32 else columns
@@ -104,7 +104,7 @@ def transposed_gradient(build: Builder, dy: Tensor, with_low: bool, rounds: bool
 
 
 class Prepared(NamedTuple):
-    """Operands of both gradients in three passes, whose rows the copy engine takes."""
+    """Operands of both gradients in three passes, whose rows TMA takes."""
 
     coefficients: Transposed
     transposed_dy: Transposed
@@ -189,7 +189,7 @@ def store_column_sums(build: Builder, x: Tensor, out: Tensor) -> None:
     rows, num_out = x.shape
     if rows > _MOST:
         runs = -(-rows // _RUN)
-        sums = build.empty((runs, num_out), wide(x.dtype))
+        sums = build.empty((runs, num_out), wide_dtype(x.dtype))
         first_blocks = {"RUN": _RUN, "BLOCK_M": _RUN, "BLOCK_N": _COLUMNS, "num_warps": 8}
         programs = runs * -(-num_out // _COLUMNS)
         _launch(build, _column_sums_kernel, programs, (x, sums), rows=rows, columns=num_out, stride=x.stride(0), **first_blocks)

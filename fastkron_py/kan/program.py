@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.kan import config as tuning
+from fastkron_py.kan import plan as tuning
 from fastkron_py.kan import torch_backend
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe

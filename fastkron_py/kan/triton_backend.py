@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from triton import knobs
 
-from fastkron_py.kan import dx_gemm_launch, launches, operands
-from fastkron_py.kan.layer_config import LayerConfig, wide
-from fastkron_py.kan.problem import Boxes, Problem, Product
+from fastkron_py.kan import launches, operands, plan
+from fastkron_py.kan.kernels.gradients import epilogue_input_gradient, fetch_input
+from fastkron_py.kan.launches import Boxes, Problem, Product
+from fastkron_py.kan.layer_config import LayerConfig
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.precision import wide_dtype
+from fastkron_py.tiling.gemm import begin_nothing
+from fastkron_py.tiling.gemm_config import GemmTile
+from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
 
 
 def add_forward(build: Builder, given: tuple[Any, ...], layer: LayerConfig, precision: str) -> Tensor:
@@ -84,9 +91,9 @@ def _add_both_gradients(build: Builder, problem: Problem, dy: Tensor, x: Tensor,
 def _add_input_gradient(
     build: Builder, problem: Problem, dy: Tensor, x: Tensor, coefficients: Tensor, table: Tensor, prepared: operands.Prepared | None
 ) -> Tensor:
-    by_gemm = dx_gemm_launch.choose(problem)
+    by_gemm = gemm_choice(problem)
     if by_gemm is not None:
-        return dx_gemm_launch.add(build, problem, by_gemm, dy, x, coefficients, table)
+        return _add_input_gradient_by_gemm(build, problem, by_gemm, dy, x, coefficients, table)
     product = launches.input_gradient(problem)
     if not product.transposed:
         coefficients = low = operands.aligned(build, coefficients)
@@ -138,7 +145,7 @@ def _table(build: Builder, x: Tensor, layer: LayerConfig) -> Tensor:
     if not layer.table_size:
         return x
     dtype, device = x.dtype, build.device
-    table: Tensor = build.call(lambda: layer.table(dtype, device), (), describe((layer.terms, layer.table_size), wide(dtype)))
+    table: Tensor = build.call(lambda: layer.table(dtype, device), (), describe((layer.terms, layer.table_size), wide_dtype(dtype)))
     return table
 
 
@@ -152,9 +159,48 @@ def _add_product(build: Builder, product: Product, operands: tuple[Any, ...], re
     made = [out for out in results if out is not None]
     targets = []
     for stored, out in zip(product.results, made, strict=True):
-        targets.append(out if stored.partial is None else build.empty(stored.partial, wide(out.dtype)))
+        targets.append(out if stored.partial is None else build.empty(stored.partial, wide_dtype(out.dtype)))
     given = iter(targets)
     build.launch(product.launcher, (*operands, *[operands[0] if out is None else next(given) for out in results]))
     for stored, target, out in zip(product.results, targets, made, strict=True):
         if stored.launcher is not None:
             build.launch(stored.launcher, (target, out), stored.scalars)
+
+
+# ---- dx of a large layer on Hopper GPUs, by the linear layers' main loop ---------------------------
+
+
+def gemm_choice(problem: Problem) -> tuple[GemmTile, int] | None:
+    """Blocks, and how many degrees a tile has side by side; None where another kernel takes less time, or this one cannot be."""
+    sizes = problem.sizes()
+    return plan.input_gradient_gemm(sizes._replace(terms=sizes.terms - problem.layer.first)) if _can_copy(problem) else None
+
+
+def _add_input_gradient_by_gemm(
+    build: Builder, problem: Problem, choice: tuple[GemmTile, int], dy: Tensor, x: Tensor, coefficients: Tensor, table: Tensor
+) -> Tensor:
+    """``dx [M, I]``; rows of dy and x are runs of memory, from boundaries of 16 bytes."""
+    tile, degrees = choice
+    layer, first = problem.layer, problem.layer.first
+    value, slope = layer.normalizer.device_functions(not knobs.runtime.interpret)
+    call = Gemm(
+        epilogue_input_gradient,
+        value=value,
+        slope=slope,
+        params=(layer.terms, first, degrees, layer.constants),
+        functions=layer.prologue(True),
+        begin=begin_nothing if knobs.runtime.interpret else fetch_input,
+        sums=degrees,
+    )
+    width = tile.block_n // tile.parts // degrees
+    b = operands.transposed_in_blocks(build, coefficients, first, width, degrees, problem.dtype.itemsize == 4)
+    dx = build.empty(x.shape, x.dtype)
+    add_gemm(build, dy, b, None, call, dx, side=x, tensors=(table, x), precision=problem.precision, tile=tile)
+    return dx
+
+
+def _can_copy(problem: Problem) -> bool:
+    """Whether TMA takes every operand."""
+    itemsize = problem.dtype.itemsize
+    sizes = (problem.num_in, problem.num_out, problem.stride_x, problem.stride_g)
+    return itemsize < 8 and devices.gpu_of(problem.device).has_wgmma and all([size * itemsize % 16 == 0 for size in sizes])

@@ -1,19 +1,15 @@
 """Layers (`torch.nn.Module`) over the functional room."""
 
-from fastkron_py.gated.activations.activation import Activation
-from fastkron_py.gated.activations.registry import register_activation
+from fastkron_py.gated.activations.registry import Activation, register_activation
 from fastkron_py.gated.api import pack_gated, unpack_gated
-from fastkron_py.kan.bases.basis import Basis
-from fastkron_py.kan.bases.registry import register_basis
+from fastkron_py.kan.bases.registry import Basis, register_basis
 from fastkron_py.nn.gated import GatedMLP
 from fastkron_py.nn.lokr import LoKrConv2d, LoKrLinear
-from fastkron_py.nn.poly_kan import KAN, PolyKANLinear
+from fastkron_py.nn.poly_kan import KAN, PolyKANLinear, smooth_init_
 from fastkron_py.nn.poly_kan_conv import PolyKANConv2d
 from fastkron_py.nn.poly_kan_conversion import SplineKANLinear, convert_kan, from_chebykan, from_efficient_kan
-from fastkron_py.nn.poly_kan_init import smooth_init_
 from fastkron_py.nn.rational import GRKAN, GroupRational
-from fastkron_py.rational.denominators.denominator import Denominator, DeviceFunctions
-from fastkron_py.rational.denominators.registry import register_denominator
+from fastkron_py.rational.denominators.registry import Denominator, DeviceFunctions, register_denominator
 
 __all__ = [
     "GRKAN",

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from fastkron_py.gated.activations.registry import find_gate
 from fastkron_py.gated.api import BACKWARDS, LAYOUTS, gated_linear, gated_mlp, pack_gated, unpack_gated
 from fastkron_py.nn.arguments import check_flag
-from fastkron_py.nn.configuration import EXTRA, Configured
-from fastkron_py.nn.hooks import is_plain_linear
+from fastkron_py.nn.modules import EXTRA, Configured, is_plain_linear
 from fastkron_py.runtime.checks import check_choice, check_integer, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 

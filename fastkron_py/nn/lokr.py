@@ -11,8 +11,8 @@ from fastkron_py.adapters.api import adapted_linear
 from fastkron_py.adapters.conv import Window, lokr_conv
 from fastkron_py.adapters.factor import Operands
 from fastkron_py.nn.arguments import check_positive
-from fastkron_py.nn.hooks import owns_result
 from fastkron_py.nn.lokr_base import LoKrLayer, LoKrOptions
+from fastkron_py.nn.modules import owns_result
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 

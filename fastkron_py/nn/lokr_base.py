@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from fastkron_py.adapters.api import result_dtype
 from fastkron_py.adapters.conv import Kernel
 from fastkron_py.adapters.factor import Factor
-from fastkron_py.adapters.sizes import split_size
+from fastkron_py.adapters.plan import split_size
 from fastkron_py.nn.arguments import check_flag, check_positive, check_probability
-from fastkron_py.nn.configuration import Configured
-from fastkron_py.nn.memory import has_memory
+from fastkron_py.nn.modules import Configured, is_materialized
 from fastkron_py.runtime.checks import DTYPES, HALF_DTYPES, check_choice, check_integer, check_scalar
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -122,7 +121,7 @@ class LoKrLayer(Configured):
         alpha: Any = self._buffers["alpha"]  # self.alpha takes longer
         read, version = self._read
         now = 0 if alpha.is_inference() else alpha._version
-        if (alpha is not read or now != version) and has_memory(alpha) and not (transforms_active() or is_watching()):
+        if (alpha is not read or now != version) and is_materialized(alpha) and not (transforms_active() or is_watching()):
             self._scale, self._read = float(alpha) / self.options.rank, (alpha, now)
 
     def first_factor(self) -> Factor:

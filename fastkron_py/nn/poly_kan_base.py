@@ -9,12 +9,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.kan.api import DTYPES, LUT_SIZE, check_arguments, check_real, own_bounds, poly_kan, usable_bounds
+from fastkron_py.kan.api import LUT_SIZE, check_arguments, check_real, own_bounds, poly_kan, usable_bounds
 from fastkron_py.kan.bases.registry import find_basis
-from fastkron_py.kan.running_range import Calls, is_set
-from fastkron_py.nn.configuration import Configured
-from fastkron_py.nn.memory import has_memory
-from fastkron_py.runtime.checks import check_integer, check_precision
+from fastkron_py.nn.modules import Configured, is_materialized
+from fastkron_py.nn.running_range import RecentBounds, is_set
+from fastkron_py.runtime.checks import check_integer, check_precision, check_real_dtype
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _SAMPLES: Final = 4096  # of the normalised argument, over which a basis's mean square is taken
@@ -65,8 +64,8 @@ class EdgeFunctions(Configured):
             raise value_error("momentum", "a number above 0, up to 1", momentum)
         check_precision(precision)
         # By default those of all parameters: torch's.
-        if dtype is not None and dtype not in DTYPES:
-            raise type_error("dtype", "one of " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
+        if dtype is not None:
+            check_real_dtype("dtype", dtype)
         if normalization is None:
             normalization = find_basis(basis).normalization
         check_arguments(basis, basis_parameters, normalization, evaluation, lut_size, degree + 1)
@@ -77,14 +76,14 @@ class EdgeFunctions(Configured):
             # Beyond each other until a batch, or update_grid, sets them.
             for name, bound in zip(("low", "high"), _UNSET, strict=True):
                 self.register_buffer(name, torch.full((features,), bound, device=device, dtype=dtype))
-            self._calls = Calls()
+            self._recent = RecentBounds()
         else:
             self.low = self.high = None  # no buffers: torch.export miscounts behind one that is None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the coefficients anew; a bias becomes 0, and a running range is set by the next batch."""
-        if has_memory(self.coefficients):
+        if is_materialized(self.coefficients):
             inputs = math.prod(self.coefficients.shape[2:])
             self.coefficients.normal_(0.0, 1 / math.sqrt(inputs * self._mean_square()))
         if self.bias is not None:
@@ -148,7 +147,7 @@ class EdgeFunctions(Configured):
             running = torch.stack([self.low, self.high]).to(wide)
             if not self.training or x.numel() == 0:
                 return running, None
-            return self._calls.follow(torch.stack(own_bounds(x)).to(wide), running, self.momentum)
+            return self._recent.follow(torch.stack(own_bounds(x)).to(wide), running, self.momentum)
 
     def _keep(self, found: tuple[Tensor, Tensor | None] | None) -> None:
         """Move the running range, once nothing can go wrong any more."""

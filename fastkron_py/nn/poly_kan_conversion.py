@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastkron_py.kan.api import check_real
-from fastkron_py.nn.memory import has_memory
+from fastkron_py.nn.modules import is_materialized
 from fastkron_py.nn.poly_kan import PolyKANLinear
 from fastkron_py.nn.poly_kan_base import check_range
 from fastkron_py.runtime.checks import check_integer
@@ -103,7 +103,7 @@ class SplineKANLinear(PolyKANLinear):
         if "base_weight" not in self._parameters:  # called by the constructor of PolyKANLinear
             return
         self._place(*(torch.full_like(self.centre, bound, dtype=torch.float64) for bound in self.grid_range))
-        if not has_memory(self.base_weight):
+        if not is_materialized(self.base_weight):
             return
         self.coefficients.mul_(math.sqrt(0.5))
         normal = torch.special.ndtri((torch.arange(4096, dtype=torch.float64, device="cpu") + 0.5) / 4096)

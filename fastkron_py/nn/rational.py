@@ -10,16 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py.nn.arguments import check_flag, check_interval, check_positive, check_probability
-from fastkron_py.nn.configuration import Configured
-from fastkron_py.nn.hooks import is_hooked
-from fastkron_py.nn.memory import has_memory
-from fastkron_py.nn.rational_fit import Fit, fit
-from fastkron_py.nn.rational_functions import FUNCTIONS, INTERVAL, initial
-from fastkron_py.nn.scripting import NotScriptable
-from fastkron_py.rational.api import DEGREE_MOST, DTYPES, check_noise, linear_rational, rational
+from fastkron_py.nn.modules import Configured, NotScriptable, is_hooked, is_materialized
+from fastkron_py.nn.rational_fit import FUNCTIONS, INTERVAL, Fit, fit, initial
+from fastkron_py.rational.api import DEGREE_MOST, check_noise, linear_rational, rational
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.runtime.backend import backend
-from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.checks import check_integer, check_real_dtype
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 torch.fx.wrap("linear_rational")  # torch.fx records calls of these, and does not look into them
@@ -91,8 +87,8 @@ class GroupRational(NotScriptable, Configured):
         if init not in FUNCTIONS:
             raise value_error("init", f"one of {', '.join(FUNCTIONS)}", repr(init))
         check_flag("share_numerator", share_numerator)
-        if dtype is not None and dtype not in DTYPES:
-            raise type_error("dtype", "one of " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
+        if dtype is not None:
+            check_real_dtype("dtype", dtype)
         self.version, self.init, self.noise = version, init, float(noise)
         m, n = self.degrees
         options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -102,7 +98,7 @@ class GroupRational(NotScriptable, Configured):
 
     def reset_parameters(self) -> None:
         """Begin again as the function named by init."""
-        if has_memory(self.numerator):
+        if is_materialized(self.numerator):
             self._take(initial(self.init, self.degrees, self.version))
 
     def fit(self, function: Callable[[Tensor], Tensor], interval: tuple[float, float] = INTERVAL) -> float:
@@ -290,7 +286,7 @@ class GRKAN(nn.Module):
         """Begin again: rational functions as named, weights that keep variances."""
         for act, linear in ((self.act1, self.fc1), (self.act2, self.fc2)):
             act.reset_parameters()
-            if not has_memory(linear.weight):
+            if not is_materialized(linear.weight):
                 continue
             linear.weight.normal_(0.0, math.sqrt(_gain(act.init, act.degrees, act.version) / linear.in_features))
             if linear.bias is not None:

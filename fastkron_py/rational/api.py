@@ -1,4 +1,4 @@
-"""`rational`: the learnable rational activation of Kolmogorov-Arnold transformers."""
+"""`rational`, the learnable rational activation of Kolmogorov-Arnold transformers, and its fusions with neighbouring layers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from fastkron_py.rational import operator
-from fastkron_py.rational import operator_linear_rational as fused
-from fastkron_py.rational.denominators.denominator import Denominator
-from fastkron_py.rational.denominators.registry import find_denominator
-from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.rational.denominators.registry import Denominator, find_denominator
+from fastkron_py.runtime.arrays import through_bridge
+from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.checks import REAL_DTYPES, check_dense
 from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, autocasted
@@ -23,7 +22,6 @@ from fastkron_py.runtime.precision import autocast_dtype, autocasted
 ArrayT = TypeVar("ArrayT")
 
 DEGREE_MOST: Final = 16
-DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES: Final = ("x", "numerator", "denominator")
 
 
@@ -77,11 +75,12 @@ def rational(
     """
     if isinstance(x, Tensor):
         return _apply(x, numerator, denominator, version, training, noise)  # type: ignore[arg-type, return-value]
-    arrays: list[Any] = [x, numerator, denominator]
-    bridge = find_bridge(arrays, _NAMES)
-    with bridge.context():
-        t, a, b = (bridge.load(array, name) for array, name in zip(arrays, _NAMES, strict=True))
-        return bridge.give_back(_apply(t, a, b, version, training, noise))  # type: ignore[no-any-return]
+    arrays = dict(zip(_NAMES, (x, numerator, denominator), strict=True))
+
+    def call(loaded: dict[str, Tensor]) -> Tensor:
+        return _apply(loaded["x"], loaded["numerator"], loaded["denominator"], version, training, noise)
+
+    return through_bridge(arrays, call)  # type: ignore[no-any-return]
 
 
 class Prepared(NamedTuple):
@@ -115,9 +114,8 @@ def prepare(
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
     if found.is_noisy and training and noise:
         key, numerator = None, numerator * (1 + noise * (2 * torch.rand_like(numerator) - 1))
-    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
-    backend = "" if torch.compiler.is_compiling() else requested_backend()
-    return Prepared(numerator, found.without_noise.name, x.dtype if autocast is None else autocast, autocast is not None, backend, key)
+    dtype = x.dtype if autocast is None else autocast
+    return Prepared(numerator, found.without_noise.name, dtype, autocast is not None, backend_of_call(), key)
 
 
 def call_key(verb: str, x: Tensor, version: str, training: bool, noise: float, *more: Any) -> Hashable:
@@ -195,10 +193,10 @@ def _fused(x: Tensor, weight: Tensor, bias: Tensor | None, numerator: Tensor, de
     if entry is not None:
         return entry(given)  # type: ignore[no-any-return]
     dtype = autocast_dtype(x)
-    if not fused.is_fused(*tensors, dtype):
+    if not operator.is_fused(*tensors, dtype):
         return None
     x, (weight,), bias = autocasted(x, [weight], bias)
-    call = fused.linear_rational_saving if wants_gradient(tensors) else fused.linear_rational
+    call = operator.linear_rational_saving if wants_gradient(tensors) else operator.linear_rational
     # Under autocast it is called on other tensors than these.
     y: Tensor = call(x, weight, bias, numerator, denominator, version, key=key if dtype is None else None)
     return y
@@ -217,12 +215,7 @@ def check_noise(noise: Any) -> None:
 
 def _check_tensors(*tensors: Any) -> None:
     for t, name in zip(tensors, _NAMES, strict=True):
-        if not isinstance(t, Tensor):
-            raise type_error(name, "a torch tensor" + ("" if name == "x" else ", like x"), type_name(t))
-        if t.layout != torch.strided or t.is_nested:
-            raise type_error(name, "a dense (strided) tensor", f"a nested or {t.layout} one" if t.is_nested else t.layout)
-        if t.dtype not in DTYPES:
-            raise type_error(name, "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), t.dtype)
+        check_dense(name, t, "a torch tensor" if name == "x" else "a torch tensor, like x", REAL_DTYPES)
         if (t.dtype == torch.float64) != (tensors[0].dtype == torch.float64):
             raise type_error(name, f"float64 where x is float64, and only there, since x is of {tensors[0].dtype}", t.dtype)
         if t.device != tensors[0].device:
@@ -243,3 +236,148 @@ def _check_shapes(x: Tensor, numerator: Tensor, denominator: Tensor, version: De
         raise value_error("denominator", f"as many groups as numerator's {numerator.shape[0]}, or 1", denominator.shape[0])
     if x.shape[-1] % groups:
         raise value_error("x", f"a last dimension that the number of groups {groups} divides", x.shape[-1])
+
+
+# ---- a linear layer after the function -------------------------------------------------------------
+
+
+def _check_parameter(name: str, t: Any, x: Tensor, dtype: torch.dtype | None, expected: str = "a torch tensor") -> None:
+    """A floating-point tensor on x's device; of this dtype, unless that is None."""
+    if not isinstance(t, Tensor):
+        raise type_error(name, expected, type_name(t))
+    if not t.is_floating_point() or dtype not in (None, t.dtype):
+        raise type_error(name, "a floating dtype" if dtype is None else f"dtype {dtype}, as that of x", t.dtype)
+    if t.device != x.device:
+        raise value_error(name, f"x's device {x.device}", t.device)
+
+
+def _check_linear(weight: Any, bias: Any, x: Tensor, dtype: torch.dtype | None) -> None:
+    """A linear layer's parameters behind x."""
+    _check_parameter("weight", weight, x, dtype)
+    if bias is not None:
+        _check_parameter("bias", bias, x, dtype, "a torch tensor or None")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise value_error("weight", f"shape [O, {x.shape[-1]}]", f"shape {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise value_error("bias", f"shape [{weight.shape[0]}]", f"shape {tuple(bias.shape)}")
+
+
+def rational_linear(
+    x: Tensor,
+    numerator: Tensor,
+    denominator: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    version: str = "B",
+    training: bool = False,
+    noise: float = 0.1,
+) -> Tensor:
+    """``rational(x) @ weight.T + bias``, which keeps x, and not ``rational(x)``, for the backward pass.
+
+    Equal to `torch.nn.functional.linear` of `rational`, whose values are computed again for the weight's gradient: one more pass
+    over x for one tensor of its size less in memory. The same under autocast, at second order and in `torch.compile`. Under torch.func's
+    transforms the two are composed.
+
+    Args:
+        x: ``[..., C]``, as for `rational`.
+        numerator: ``[G, m + 1]`` or ``[1, m + 1]``.
+        denominator: ``[G, n]`` or ``[1, n]``.
+        weight: ``[O, C]``, of x's dtype unless under autocast.
+        bias: ``[O]``.
+        version: of the denominator.
+        training: whether version D is noisy.
+        noise: of version D.
+
+    Returns:
+        ``[..., O]``, of x's dtype, or of autocast's.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes or devices that disagree; or a value that `rational` refuses.
+
+    Example:
+        >>> x, w = torch.randn(4, 197, 192), torch.randn(768, 192)
+        >>> rational_linear(x, torch.randn(8, 6), torch.randn(8, 4), w).shape
+        torch.Size([4, 197, 768])
+    """
+    if not isinstance(x, Tensor):
+        raise type_error("x", "a torch tensor", type_name(x))
+    tensors = (x, numerator, denominator, weight) if bias is None else (x, numerator, denominator, weight, bias)
+    key = call_key("rational_linear", x, version, training, noise, bias is None)
+    entry = None if key is None else CACHE.find(key, tensors)
+    if entry is not None:
+        return entry(tensors)  # type: ignore[no-any-return]
+    made: Prepared = prepare(x, numerator, denominator, version, training, noise, key)
+    key = made.key
+    _check_linear(weight, bias, x, None if made.is_autocast else made.dtype)
+    if made.is_autocast:  # the operator looks up its own tensors
+        key, weight, bias = None, weight.to(made.dtype), None if bias is None else bias.to(made.dtype)
+    given = x, made.numerator, denominator, weight, bias
+    z: Tensor = operator.rational_linear(*given, made.version, made.dtype, made.backend, key=key)
+    return z
+
+
+# ---- layer normalisation before the function -------------------------------------------------------
+
+
+def layer_norm_rational(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    numerator: Tensor,
+    denominator: Tensor,
+    *,
+    eps: float = 1e-5,
+    version: str = "B",
+    training: bool = False,
+    noise: float = 0.1,
+) -> Tensor:
+    """``rational(layer_norm(x))`` over the last dimension, in one pass over memory, and its gradients in another.
+
+    Composed, the two write, read and keep the normalised x. Here it is made again in the backward pass from x, which any layer
+    normalisation keeps. Everything is computed in float32, or float64 for float64, and rounded once. On a GPU up to 2,048 channels
+    with up to 12 coefficients are fused; beyond, and on a CPU, the two are composed, with the same kept.
+
+    Args:
+        x: ``[..., C]``, as for `rational`.
+        weight: ``[C]``, of the normalisation.
+        bias: ``[C]``.
+        numerator: ``[G, m + 1]`` or ``[1, m + 1]``.
+        denominator: ``[G, n]`` or ``[1, n]``.
+        eps: added to the variance.
+        version: of the denominator.
+        training: whether version D is noisy.
+        noise: of version D.
+
+    Returns:
+        ``[..., C]``, of x's dtype, or of autocast's.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes or devices that disagree; or a value that `rational` refuses.
+
+    Example:
+        >>> x, one, zero = torch.randn(4, 197, 192), torch.ones(192), torch.zeros(192)
+        >>> layer_norm_rational(x, one, zero, torch.randn(8, 6), torch.randn(8, 4)).shape
+        torch.Size([4, 197, 192])
+    """
+    if not isinstance(x, Tensor):
+        raise type_error("x", "a torch tensor", type_name(x))
+    tensors = (x, weight, bias, numerator, denominator)
+    key = call_key("layer_norm_rational", x, version, training, noise, eps, type(eps))
+    entry = None if key is None else CACHE.find(key, tensors)
+    if entry is not None:
+        return entry(tensors)  # type: ignore[no-any-return]
+    made = prepare(x, numerator, denominator, version, training, noise, key)
+    if isinstance(eps, bool) or not isinstance(eps, int | float):
+        raise type_error("eps", "a number", type_name(eps))
+    for name, t in (("weight", weight), ("bias", bias)):
+        _check_parameter(name, t, x, None)
+        if t.shape != x.shape[-1:]:
+            raise value_error(name, f"shape [{x.shape[-1]}]", f"shape {tuple(t.shape)}")
+    weight, bias = weight.contiguous(), bias.contiguous()
+    is_same = weight is tensors[1] and bias is tensors[2]  # else the operator looks up its own tensors
+    given = x, weight, bias, made.numerator, denominator
+    y: Tensor = operator.layer_norm_rational(*given, float(eps), made.version, made.dtype, made.backend, key=made.key if is_same else None)
+    return y

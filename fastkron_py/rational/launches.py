@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -9,7 +10,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastkron_py.rational.config import (
+from fastkron_py.rational.denominators.registry import Denominator, find_denominator
+from fastkron_py.rational.kernels.elementwise import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
+from fastkron_py.rational.kernels.function import epilogue_rational, value_rational
+from fastkron_py.rational.kernels.layer_norm import _columns_kernel, _layer_norm_rational_bwd_kernel, _layer_norm_rational_fwd_kernel
+from fastkron_py.rational.plan import (
     BACKWARD,
     BACKWARD_HALF,
     FEW_BACKWARD,
@@ -19,17 +24,23 @@ from fastkron_py.rational.config import (
     FORWARD_HALF,
     HALF_BYTES,
     VECTOR_BYTES,
+    LaunchShape,
     Preference,
+    RowWalk,
     Runs,
-    Walk,
     find_runs,
+    linear_tile,
     walk,
+    walk_rows,
 )
-from fastkron_py.rational.denominators.denominator import Denominator
-from fastkron_py.rational.denominators.registry import find_denominator
-from fastkron_py.rational.kernels.elementwise import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
 from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.precision import wide_dtype
+from fastkron_py.runtime.program import Program
+from fastkron_py.tiling.gemm import epilogue_plain
+from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
+from fastkron_py.tiling.gemm_launch import Gemm, add_gemm, add_rowwise, takes_descriptor
 
 SUM_BLOCK: Final = 4096  # partial sums that a program of the second stage loads at once: few waits for memory
 
@@ -88,9 +99,9 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(a: Tensor, b: Tensor, version: str, dtypes: Sequence[torch.dtype], device: torch.device) -> Coefficients:
-    """Those of a and b, computed in float64 where any operand has it."""
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    return Coefficients(tuple(a.shape), a.stride(), tuple(b.shape), b.stride(), find_denominator(version), dtype, device)
+    """Those of a and b, computed in the wide dtype of all operands."""
+    shapes = tuple(a.shape), a.stride(), tuple(b.shape), b.stride()
+    return Coefficients(*shapes, find_denominator(version), wide_dtype(*dtypes), device)
 
 
 class Problem(NamedTuple):
@@ -113,7 +124,7 @@ class Problem(NamedTuple):
         return self.function.dtype == torch.float32 and self.function.terms <= FEW_TERMS
 
 
-def common_arguments(problem: Problem, chosen: Walk, registers: int | None) -> dict[str, Any]:
+def common_arguments(problem: Problem, chosen: LaunchShape, registers: int | None) -> dict[str, Any]:
     """The arguments that the forward and the backward kernel share, by name; narrow vectors need all registers."""
     step = chosen.phases * chosen.block
     is_wide = chosen.vector * problem.itemsize == VECTOR_BYTES
@@ -140,7 +151,7 @@ def common_arguments(problem: Problem, chosen: Walk, registers: int | None) -> d
     }
 
 
-def _chosen(problem: Problem, preference: Preference) -> Walk:
+def _chosen(problem: Problem, preference: Preference) -> LaunchShape:
     return walk(problem.runs, problem.itemsize, devices.gpu_of(problem.function.device).multiprocessors, preference)
 
 
@@ -226,3 +237,122 @@ def problem_of(
         return None
     dtypes = (*[t.dtype for t in tensors], a.dtype, b.dtype)
     return Problem(runs, coefficients(a, b, version, dtypes, device), dtypes, *needs)
+
+
+# ---- layer normalisation ---------------------------------------------------------------------------
+
+COLUMN_BLOCK: Final = 64
+PROGRAM_BLOCK: Final = 32
+GROUP_BLOCK: Final = 1024
+
+
+class RowProblem(NamedTuple):
+    """All that a launch depends on, but for the addresses."""
+
+    rows: int
+    channels: int
+    function: Coefficients
+    eps: float
+
+
+def row_problem_of(tensors: Sequence[Tensor], a: Tensor, b: Tensor, eps: float, version: str, device: torch.device) -> RowProblem:
+    """The problem on tensors, first x ``[..., C]``, and on coefficients."""
+    x = tensors[0]
+    function = coefficients(a, b, version, [t.dtype for t in (*tensors, a, b)], device)
+    return RowProblem(x.numel() // x.shape[-1], x.shape[-1], function, eps)
+
+
+def _row_arguments(problem: RowProblem, chosen: RowWalk) -> dict[str, Any]:
+    function = problem.function
+    return {
+        **function.arguments(),
+        "rows": problem.rows,
+        "CHANNELS": problem.channels,
+        "WIDTH": problem.channels // max(function.a_shape[0], function.b_shape[0]),
+        "ROWS": chosen.rows,
+        "BLOCK": chosen.block,
+        "STAGES": chosen.stages,
+        "num_warps": chosen.num_warps,
+    }
+
+
+def rows_forward_launcher(problem: RowProblem) -> Launcher:
+    """The launch of a forward pass, on (x, weight, bias, a, b, y, mean, reciprocal deviation)."""
+    chosen = walk_rows(problem.rows, problem.channels, devices.gpu_of(problem.function.device).multiprocessors, backward=False)
+    arguments = {"EPS": problem.eps, **_row_arguments(problem, chosen)}
+    return Launcher([LaunchConfig(_layer_norm_rational_fwd_kernel, (chosen.programs,), arguments)])
+
+
+class RowsBackwardLaunchers(NamedTuple):
+    """The launches of a backward pass.
+
+    Attributes:
+        first: on (x, dy, mean, reciprocal deviation, weight, bias, a, b, dx, partial sums).
+        columns: on (partial sums, dweight, dbias, sums of each column).
+        second: on (sums of each column, b, da, db).
+        partial: the shape of the partial sums.
+        dtype: of these.
+    """
+
+    first: Launcher
+    columns: Launcher
+    second: Launcher
+    partial: tuple[int, int, int]
+    dtype: torch.dtype
+
+
+def rows_backward_launchers(problem: RowProblem) -> RowsBackwardLaunchers:
+    """The launches of a backward pass."""
+    chosen = walk_rows(problem.rows, problem.channels, devices.gpu_of(problem.function.device).multiprocessors, backward=True)
+    programs, channels, terms = chosen.programs, problem.channels, problem.function.terms
+    denominator = problem.function.denominator
+    arguments = {**_row_arguments(problem, chosen), "B_FIRST": denominator.first, "HAS_POLES": denominator.has_poles}
+    first = Launcher([LaunchConfig(_layer_norm_rational_bwd_kernel, (programs,), arguments)])
+    sizes = {"programs": programs, "CHANNELS": channels, "BLOCK_P": PROGRAM_BLOCK, "BLOCK_C": COLUMN_BLOCK}
+    grid = ((2 + terms) * -(-channels // COLUMN_BLOCK),)
+    columns = Launcher([LaunchConfig(_columns_kernel, grid, {**sizes, "num_warps": 4})])
+    second = problem.function.sums(channels, GROUP_BLOCK, 4)
+    return RowsBackwardLaunchers(first, columns, second, (2 + terms, programs, channels), problem.function.dtype)
+
+
+# ---- a linear layer before the function ------------------------------------------------------------
+
+
+def epilogue_params(a: Tensor, b: Tensor, columns: int, device: torch.device) -> tuple[Any, ...]:
+    """The constants of the epilogues of `rational/kernels/function.py`: sizes of the coefficients and of a result's columns."""
+    groups = max(a.shape[0], b.shape[0])
+    strides = [c.shape[1] if c.shape[0] > 1 else 0 for c in (a, b)]
+    return a.shape[1], b.shape[1], columns // groups, is_approximate(a.dtype, device), *strides
+
+
+def _linear_tile(build: Builder, x: Tensor, weight: Tensor, keep: bool) -> GemmTile:
+    size = x.element_size()
+    passes = 3 if x.dtype == torch.float32 else 1
+    stored = 2 * size if keep else size
+    has_descriptors = takes_descriptor(build, x) and takes_descriptor(build, weight)
+    sizes = GemmSizes(x.shape[0], weight.shape[0], x.shape[1], size, passes, stored, False, devices.gpu_of(build.device), has_descriptors)
+    return linear_tile(sizes, has_descriptors)
+
+
+def linear_rational(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool = False) -> Program:
+    """The program of `fastkron::linear_rational`: ``P(z) / Q(z)`` with ``z = x @ weight.T + bias``, in memory only if it is kept.
+
+    Args:
+        tensors: x ``[..., K]``, float16, bfloat16 or float32, not empty; weight ``[N, K]``, like x; bias ``[N]`` or None; numerator
+            ``[G, m + 1]`` or ``[1, m + 1]``, G dividing N; denominator ``[G, n]`` or ``[1, n]``, of version C with b_0 first.
+        options: the denominator's name.
+        keep: also return z.
+    """
+    (version,) = options
+    build = Builder(tensors)
+    x, weight, bias, a, b = build.inputs
+    shape = *x.shape[:-1], weight.shape[0]
+    x = add_rowwise(build, build.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])))
+    weight = add_rowwise(build, weight)
+    y = build.empty((x.shape[0], weight.shape[0]), x.dtype)
+    z = build.empty_like(y) if keep else None
+    about, functions = epilogue_params(a, b, weight.shape[0], build.device), (find_denominator(version).device.complete(),)
+    call = Gemm(epilogue_rational if keep else epilogue_plain, value=value_rational, params=about, functions=functions)
+    coefficients = build.contiguous(a), build.contiguous(b)
+    add_gemm(build, x, weight, bias, call, y, pair=z, tensors=coefficients, tile=_linear_tile(build, x, weight, keep))
+    return build.program([y] if z is None else [y, z], [shape] if z is None else [shape, shape])

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import layer_norm, linear
 
-from fastkron_py.rational import program_torch
-from fastkron_py.rational.config import Runs, find_runs
+from fastkron_py.rational import torch_backend
+from fastkron_py.rational.plan import Runs, find_runs, takes_rows
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.runtime.program import Program
 
 
@@ -63,7 +64,7 @@ def add_forward(build: Builder, x: Tensor, a: Tensor, b: Tensor, version: str, d
     layouts = [(x, y), (torch.empty_like(y, dtype=x.dtype), y), (describe(x.shape, x.dtype), describe(y.shape, y.dtype))]
     if backend == "torch":
         runs, (source, target) = _first(layouts, lambda tensors: _runs_of(tensors, a, b))
-        out = program_torch.add_forward(build, runs, x if source is x else build.copy(x, source), a, b, version, target)
+        out = torch_backend.add_forward(build, runs, x if source is x else build.copy(x, source), a, b, version, target)
     else:
         from fastkron_py.rational import launches
 
@@ -102,7 +103,7 @@ def add_gradients(
     if backend == "torch":
         runs, (like_x, like_dy, like_dx) = _first(layouts, lambda tensors: _runs_of(tensors, a, b))
         x, dy = copied(like_x, like_dy)
-        results = program_torch.add_gradients(build, runs, dy, x, a, b, needs, version, like_dx)
+        results = torch_backend.add_gradients(build, runs, dy, x, a, b, needs, version, like_dx)
     else:
         from fastkron_py.rational import launches
 
@@ -140,3 +141,95 @@ def _add_empty_gradients(build: Builder, x: Tensor, a: Tensor, b: Tensor, needs:
     results = [torch.empty_like(x)] * need_x + [describe(c.shape, c.dtype) for c in (a, b)] * need_coefficients
     made = build.call(call, (x, a, b), *results)
     return [made] if isinstance(made, Tensor) else list(made)
+
+
+# ---- layer normalisation before the function -------------------------------------------------------
+
+
+def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """``layer_norm(x)`` in float32, or float64 for float64; arguments as in `layer_norm_rational`."""
+    compute = wide_dtype(x.dtype)
+    return layer_norm(x.to(compute), x.shape[-1:], weight.to(compute), bias.to(compute), eps)
+
+
+def row_count(x: Tensor) -> int:
+    """How many rows are normalised."""
+    return x.numel() // x.shape[-1] if x.shape[-1] else 0
+
+
+def _is_one_pass(x: Tensor, a: Tensor, b: Tensor, backend: str) -> bool:
+    return backend == "triton" and x.numel() > 0 and takes_rows(x.shape[-1], a.shape[1] + b.shape[1])
+
+
+def layer_norm_rational(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """The program of `fastkron::layer_norm_rational`: y, and each row's mean and reciprocal deviation; arguments as in its schema."""
+    eps, version, dtype, backend = options
+    backend = choose_backend(backend, tensors[0])
+    build = Builder(tensors)
+    x, weight, bias, a, b = build.inputs
+    rows, compute = row_count(x), wide_dtype(x.dtype)
+    if not _is_one_pass(x, a, b, backend):
+
+        def unread(x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.new_zeros(rows, dtype=compute), x.new_zeros(rows, dtype=compute)
+
+        h = _add_normalised(build, x, weight, bias, eps)
+        y = add_forward(build, h, a, b, version, dtype, backend)
+        # The gradients of the composition make a row's mean again.
+        return build.program([y, *build.call(unread, (x,), *[describe((rows,), compute) for _ in range(2)])])
+    from fastkron_py.rational import launches
+
+    x = build.contiguous(x)
+    y = build.empty_like(x, dtype=dtype)
+    mean, rstd = (build.empty((rows,), compute) for _ in range(2))
+    problem = launches.row_problem_of((x, weight, bias, y), a, b, eps, version, build.device)
+    build.launch(launches.rows_forward_launcher(problem), (x, weight, bias, a, b, y, mean, rstd))
+    return build.program([y, mean, rstd])
+
+
+def _add_normalised(build: Builder, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """``layer_norm(x)``, contiguous, by torch."""
+
+    def normalise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return normalised(x, weight, bias, eps).contiguous()
+
+    h: Tensor = build.call(normalise, (x, weight, bias), describe(x.shape, wide_dtype(x.dtype)))
+    return h
+
+
+def layer_norm_gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """The program of `fastkron::layer_norm_rational_backward`: [dx, dweight, dbias, da, db]; arguments as in its schema."""
+    eps, version, backend = options
+    backend = choose_backend(backend, tensors[1])
+    build = Builder(tensors)
+    dy, x, mean, rstd, weight, bias, a, b = build.inputs
+    if not _is_one_pass(x, a, b, backend):
+        return _composed_gradients(build, eps, version, backend)
+    from fastkron_py.rational import launches
+
+    x, dy = build.contiguous(x), build.contiguous(dy)
+    dx, dweight, dbias, da, db = results = [build.empty(t.shape, t.dtype) for t in (x, weight, bias, a, b)]
+    made = launches.rows_backward_launchers(launches.row_problem_of((x, dy, weight, bias), a, b, eps, version, build.device))
+    partial = build.empty(made.partial, made.dtype)
+    sums = build.empty((made.partial[0] - 2, made.partial[2]), torch.float64)
+    build.launch(made.first, (x, dy, mean, rstd, weight, bias, a, b, dx, partial))
+    build.launch(made.columns, (partial, dweight, dbias, sums))
+    build.launch(made.second, (sums, b, da, db))
+    return build.program(results)
+
+
+def _composed_gradients(build: Builder, eps: float, version: str, backend: str) -> Program:
+    """The gradients of the composition."""
+    dy, x, _, _, weight, bias, a, b = build.inputs
+
+    def of_normalised(dh: Tensor, *given: Tensor) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in given]
+        x, weight, bias = leaves
+        with torch.enable_grad():
+            h = normalised(x, weight, bias, eps)
+        return [g.contiguous() for g in torch.autograd.grad(h, leaves, dh)]
+
+    h = _add_normalised(build, x, weight, bias, eps)
+    dh, da, db = add_gradients(build, dy, h, a, b, (True, True), version, backend)
+    found = build.call(of_normalised, (dh, x, weight, bias), *[describe(t.shape, t.dtype) for t in (x, weight, bias)])
+    return build.program([*found, da, db])

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from fastkron_py.rational.denominators.host import host_multiples, host_polynomial, host_polynomial_slope, reused_memory
 from fastkron_py.rational.denominators.registry import find_denominator
+from fastkron_py.rational.plan import Runs
+from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.tiling.torch_products import slice_elements, slices, sum_dtype
 
 INTERMEDIATES: Final = 4  # tensors of a block's size that follow each other in the cache
@@ -22,11 +25,6 @@ LEAST_ROWS: Final = 8  # for which coefficients are repeated over runs
 WIDEST_RUN: Final = 1024  # over which they are: loops over short runs take longer than to read coefficients
 Columns = Sequence[Tensor]
 """Coefficients, each ``[G, R]`` or ``[G, 1]``."""
-
-
-def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic: float64 where a tensor is of float64, else float32."""
-    return torch.float64 if torch.float64 in [t.dtype for t in tensors] else torch.float32
 
 
 def _width(t: Tensor) -> int:
@@ -75,7 +73,7 @@ def forward(x: Tensor, a: Tensor, b: Tensor, version: str, y: Tensor) -> None:
         version: of the denominator.
         y: ``[M, G, R]`` of any strides and dtype.
     """
-    compute, denominator = compute_dtype(x, a, b), find_denominator(version)
+    compute, denominator = wide_dtype(x.dtype, a.dtype, b.dtype), find_denominator(version)
     columns = _columns(a, x, compute), _columns(b, x, compute)
     with reused_memory():
         for _, (t, out), (of_a, of_b) in _blocks((x, y), columns):
@@ -95,7 +93,7 @@ def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str, dx: Tens
         dx: ``[M, G, R]`` of any strides and dtype.
         need_coefficients: whether da and db are.
     """
-    compute, denominator = compute_dtype(x, a, b), find_denominator(version)
+    compute, denominator = wide_dtype(x.dtype, a.dtype, b.dtype), find_denominator(version)
     columns = _columns(a, x, compute), _columns(b, x, compute)
     width, degrees = _width(x), (a.shape[1], b.shape[1])
     total = torch.zeros(sum(degrees), x.shape[1], width, dtype=sum_dtype(compute, x.device), device=x.device)
@@ -146,7 +144,7 @@ def gradients(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str) -> tupl
         b: ``[G, n]`` or ``[1, n]``.
         version: of the denominator.
     """
-    compute = compute_dtype(x, a, b)
+    compute = wide_dtype(x.dtype, a.dtype, b.dtype)
     groups = max(a.shape[0], b.shape[0])
     t, g = _grouped(x, groups, compute), _grouped(dy, groups, compute)
     p, dp = host_polynomial_slope(_columns(a, t, compute), t)
@@ -161,7 +159,7 @@ def gradients(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str) -> tupl
 
 def tangent(x: Tensor, a: Tensor, b: Tensor, tx: Tensor | None, ta: Tensor | None, tb: Tensor | None, version: str) -> Tensor:
     """The derivative of ``P(x) / Q(x)`` in the direction (tx, ta, tb), in the dtype of the arithmetic."""
-    compute = compute_dtype(x, a, b)
+    compute = wide_dtype(x.dtype, a.dtype, b.dtype)
     groups = max(a.shape[0], b.shape[0])
     t = _grouped(x, groups, compute)
     p, dp = host_polynomial_slope(_columns(a, t, compute), t)
@@ -176,3 +174,51 @@ def tangent(x: Tensor, a: Tensor, b: Tensor, tx: Tensor | None, ta: Tensor | Non
         for slope, step in zip(dq_db, _columns(tb, t, compute), strict=True):
             tq = tq + step * slope
     return ((tp - p / q * tq) / q).flatten(-2)
+
+
+# ---- steps of programs, on runs of memory as the kernels do ----------------------------------------
+
+
+def _view(t: Tensor, runs: Runs, index: int) -> Tensor:
+    """A tensor that lies as the runs' tensor of this index, as ``[M, G, R]``."""
+    return t.as_strided((runs.outer, runs.groups, runs.length), (runs.row_strides[index], runs.length, 1))
+
+
+def add_forward(build: Builder, runs: Runs, x: Tensor, a: Tensor, b: Tensor, version: str, like: Tensor) -> Tensor:
+    """``P(x) / Q(x)``.
+
+    Args:
+        build: of the program.
+        runs: of x and the result.
+        x: ``[..., C]``.
+        a: ``[G, m + 1]`` or ``[1, m + 1]``.
+        b: ``[G, n]`` or ``[1, n]``.
+        version: of the denominator.
+        like: without memory, as the result is to be.
+    """
+    shape, strides, dtype = tuple(like.shape), like.stride(), like.dtype
+
+    def call(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        y = x.new_empty_strided(shape, strides, dtype=dtype)
+        forward(x, a, b, version, _view(y, runs, 1))
+        return y
+
+    made: Tensor = build.call(call, (_view(x, runs, 0), a, b), like)
+    return made
+
+
+def add_gradients(
+    build: Builder, runs: Runs, dy: Tensor, x: Tensor, a: Tensor, b: Tensor, needs: tuple[bool, bool], version: str, like: Tensor
+) -> list[Tensor]:
+    """[dx] + [da, db], those that are needed; arguments as of `add_forward`, with runs of x, dy and dx, and dx's likeness."""
+    need_x, need_coefficients = needs
+    shape, strides = tuple(like.shape), like.stride()
+
+    def call(dy: Tensor, x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+        dx = [x.new_empty_strided(shape, strides)] if need_x else []
+        of_x = _view(dx[0], runs, 2) if need_x else None
+        return dx + backward(dy, x, a, b, version, of_x, need_coefficients)
+
+    results = [like] * need_x + [describe(c.shape, c.dtype) for c in (a, b)] * need_coefficients
+    made = build.call(call, (_view(dy, runs, 1), _view(x, runs, 0), a, b), *results)
+    return [made] if isinstance(made, Tensor) else list(made)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -175,6 +175,21 @@ def _bridge(array: Any) -> Bridge | None:
     if is_numpy_array(array):
         return _NumpyBridge()
     return _CupyBridge(array) if is_cupy_array(array) else None
+
+
+def through_bridge(arrays: Mapping[str, Any], call: Callable[[dict[str, Tensor]], Tensor]) -> Any:
+    """A function's result on arrays of one library, in that library's own kind.
+
+    Args:
+        arrays: by their names in errors; the first decides on the library.
+        call: from torch tensors by the same names.
+
+    Raises:
+        TypeError: as `find_bridge`.
+    """
+    bridge = find_bridge(list(arrays.values()), list(arrays))
+    with bridge.context():
+        return bridge.give_back(call({name: bridge.load(array, name) for name, array in arrays.items()}))
 
 
 def find_bridge(arrays: Sequence[Any], names: Sequence[str]) -> Bridge:

@@ -116,6 +116,11 @@ def requested_backend() -> str:
     return _override.get() or _default
 
 
+def backend_of_call() -> str:
+    """The same, as operators take it: "" in a graph that is compiled, which asks when it runs, since Dynamo reads no context variable."""
+    return "" if torch.compiler.is_compiling() else requested_backend()
+
+
 def is_interpreting() -> bool:
     """Whether Triton kernels run in Triton's CPU interpreter (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

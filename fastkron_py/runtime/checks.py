@@ -16,6 +16,7 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 PRECISIONS: Final = ("highest", "high", "medium")
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
+REAL_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SCALAR: Final = "a number or a 0-dimensional floating-point tensor"
 
 
@@ -102,14 +103,30 @@ def check_precision(precision: Any) -> None:
         raise value_error("precision", f"None or one of {', '.join(PRECISIONS)}", repr(precision))
 
 
-def check_tensor(name: str, t: Any, like: Any, like_name: str, or_float32: bool = False) -> None:
-    """A dense floating-point tensor of another one's dtype and on its device; or_float32: or of float32 beside a half dtype."""
+def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
+    """The dtypes in an error's words."""
+    return ", ".join([str(dtype).removeprefix("torch.") for dtype in dtypes])
+
+
+def check_real_dtype(name: str, dtype: Any, expected: str = "one of") -> None:
+    """Accept one of `REAL_DTYPES`; expected: the words before them in the error."""
+    if dtype not in REAL_DTYPES:
+        raise type_error(name, f"{expected} {dtype_names(REAL_DTYPES)}", dtype)
+
+
+def check_dense(name: str, t: Any, expected: str, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    """Accept a dense tensor of one of these dtypes; expected: what the argument is, if it is no tensor."""
     if not isinstance(t, Tensor):
-        raise type_error(name, f"a torch tensor, like {like_name}", type_name(t))
+        raise type_error(name, expected, type_name(t))
     if t.layout != torch.strided or t.is_nested:
         raise type_error(name, "a dense (strided) tensor", f"a nested or {t.layout} one" if t.is_nested else t.layout)
-    if t.dtype not in DTYPES:
-        raise type_error(name, "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), t.dtype)
+    if t.dtype not in dtypes:
+        raise type_error(name, f"a dtype among {dtype_names(dtypes)}", t.dtype)
+
+
+def check_tensor(name: str, t: Any, like: Any, like_name: str, or_float32: bool = False) -> None:
+    """A dense floating-point tensor of another one's dtype and on its device; or_float32: or of float32 beside a half dtype."""
+    check_dense(name, t, f"a torch tensor, like {like_name}")
     or_float32 = or_float32 and like.dtype in HALF_DTYPES
     if t.dtype != like.dtype and not (or_float32 and t.dtype == torch.float32):
         raise type_error(name, f"{like_name}'s dtype {like.dtype}{' or torch.float32' if or_float32 else ''}", t.dtype)

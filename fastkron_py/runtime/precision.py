@@ -48,6 +48,11 @@ def wide(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float64 else t.float()
 
 
+def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype in which functions, sums and tables of operands of these dtypes are computed: float64 if one of them is, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
 def has_precisions(dtype: torch.dtype) -> bool:
     """Whether torch multiplies matrices of this dtype in a precision that is set."""
     return dtype in (torch.float32, torch.complex64)

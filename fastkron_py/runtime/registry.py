@@ -101,12 +101,12 @@ class Registry(Generic[N]):
 
 
 def records(package: str, cls: type[N]) -> list[N]:
-    """Return the records that a package's modules hold, in alphabetical order of their names.
+    """Return the records that a package's modules hold as constants, in alphabetical order of their names.
 
     Args:
         package: its modules are imported, all of them.
-        cls: the records' class. A record is the constant of a module that is called like the class: `BASIS` for a `Basis`.
+        cls: the records' class.
     """
     modules = [import_module(f"{package}.{module.name}") for module in iter_modules(import_module(package).__path__)]
-    found: list[N] = [record for module in modules if (record := vars(module).get(cls.__name__.upper())) is not None]
-    return sorted(found, key=lambda record: record.name)
+    found = {value.name: value for module in modules for value in vars(module).values() if isinstance(value, cls)}
+    return [found[name] for name in sorted(found)]

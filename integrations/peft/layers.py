@@ -13,7 +13,7 @@ from fastkron_py.adapters.conv import Kernel, Window
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.integrations.lokr import Adapter, kept_rows
 from fastkron_py.integrations.replacement import Replacement
-from fastkron_py.nn.hooks import owns_result
+from fastkron_py.nn.modules import owns_result
 
 
 class FastLoKr(Replacement):

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from fastkron_py.integrations.timm.checkpoint import RELEASED_VERSION, renamed
 from fastkron_py.nn import GRKAN, GroupRational
 from fastkron_py.nn.arguments import check_flag, check_probability
-from fastkron_py.nn.hooks import is_hooked
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
-from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.nn.modules import is_hooked
+from fastkron_py.rational.api import layer_norm_rational, rational_linear
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 # torch.fx, with which features are extracted, records calls of these, and does not look into them.

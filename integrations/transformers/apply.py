@@ -12,7 +12,7 @@ from torch import nn
 from fastkron_py.gated.api import BACKWARDS
 from fastkron_py.integrations.replacement import Applied, leave_all, names_read, replaceable
 from fastkron_py.integrations.transformers.layers import activation_name, enter, leave
-from fastkron_py.nn.hooks import is_hooked, is_plain_linear
+from fastkron_py.nn.modules import is_hooked, is_plain_linear
 from fastkron_py.runtime.checks import check_choice, check_precision
 from fastkron_py.runtime.errors import type_name
 

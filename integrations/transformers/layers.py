@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastkron_py.gated.api import gated_linear, gated_mlp
 from fastkron_py.integrations import replacement
-from fastkron_py.nn.hooks import is_hooked, is_plain_linear
+from fastkron_py.nn.modules import is_hooked, is_plain_linear
 
 # By class, torch's own and those of transformers.activations in the versions that were tested.
 _ACTIVATIONS: Final = MappingProxyType(

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkron_py import lokr_linear, reference
-from fastkron_py.adapters.plan import CPU_COSTS, GPU_COSTS, FactorSize, Plan, best_plan
-from fastkron_py.adapters.sizes import split_size
+from fastkron_py.adapters.plan import CPU_COSTS, GPU_COSTS, FactorSize, Plan, best_plan, split_size
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -123,7 +123,7 @@ def run_kan(rows: int, num_in: int, num_out: int, degree: int, dtype: torch.dtyp
 
 
 def run_rational(dtype: torch.dtype, channels: int) -> None:
-    from fastkron_py.rational import launches, layer_norm_launch
+    from fastkron_py.rational import launches
 
     shape = (64, 197, channels)
     x = torch.empty(1, dtype=dtype).expand(shape)
@@ -139,20 +139,20 @@ def run_rational(dtype: torch.dtype, channels: int) -> None:
     made.first(x, x, a, b, x, partial)
     made.second(partial, b, a, b)
     weight, mean, sums = torch.empty(channels, dtype=kind), torch.empty(16, dtype=kind), torch.empty(16, dtype=DOUBLE)
-    normalised = layer_norm_launch.Problem(64 * 197, channels, function, 1e-6)
-    layer_norm_launch.forward_launcher(normalised)(x, weight, weight, a, b, x, mean, mean)
-    gradients = layer_norm_launch.backward_launchers(normalised)
+    normalised = launches.RowProblem(64 * 197, channels, function, 1e-6)
+    launches.rows_forward_launcher(normalised)(x, weight, weight, a, b, x, mean, mean)
+    gradients = launches.rows_backward_launchers(normalised)
     gradients.first(x, x, mean, mean, weight, weight, a, b, x, mean)
     gradients.columns(mean, weight, weight, sums)
     gradients.second(sums, b, a, b)
 
 
 def run_linear_rational() -> None:
-    from fastkron_py.rational import program_linear_rational
+    from fastkron_py.rational import launches
 
     x, weight, bias = (torch.empty(s, dtype=HALF) for s in ((2048, 768), (3072, 768), (3072,)))
     tensors = (x, weight, bias, torch.empty(1, 6), torch.empty(8, 4))
-    program_linear_rational.forward(tensors, ("B",), True)(tensors)
+    launches.linear_rational(tensors, ("B",), True)(tensors)
 
 
 def run_gated(rows: int, hidden: int, depth: int, dtype: torch.dtype, precision: str) -> None:

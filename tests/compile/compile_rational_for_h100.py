@@ -51,21 +51,20 @@ def loads_and_stores(cubin: bytes) -> dict[str, int]:
 
 def fused(current: dict[str, str]) -> None:
     """KAT's first linear layers with the function on their result, the result's argument kept and not."""
-    from fastkron_py.rational import program_linear_rational
+    from fastkron_py.rational import launches
 
-    program_linear_rational.is_approximate = lambda dtype, device: True
     for name, width in (("KAT-T", 192), ("KAT-B", 768)):
         x, weight, bias = (torch.empty(s, dtype=torch.bfloat16) for s in ((2048, width), (4 * width, width), (4 * width,)))
         a, b = torch.empty(1, 6), torch.empty(8, 4)
         for keep in (False, True):
             current["problem"] = f"{name}, {'kept' if keep else 'not kept'}"
             tensors = (x, weight, bias, a, b)
-            program_linear_rational.forward(tensors, ("B",), keep)(tensors)
+            launches.linear_rational(tensors, ("B",), keep)(tensors)
 
 
 def plain(current: dict[str, str]) -> None:
     """The function alone, and its gradients."""
-    from fastkron_py.rational import launches as triton_rational
+    from fastkron_py.rational import launches
 
     for current["problem"], (dtype, shape, groups, (m, n), version) in PROBLEMS.items():
         # Of the large one a view of few elements, whose strides are the dense one's: nothing is read here.
@@ -73,11 +72,11 @@ def plain(current: dict[str, str]) -> None:
         dense = torch.empty(shape, device="meta").stride()
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         a, b = torch.empty(groups, m + 1, dtype=kind), torch.empty(groups, n + (version == "C"), dtype=kind)
-        runs = triton_rational.find_runs(shape, [dense] * 3, groups)
-        function = triton_rational.coefficients(a, b, version, (kind,), x.device)
-        of_forward = triton_rational.Problem(runs._replace(row_strides=runs.row_strides[:2]), function, (dtype, dtype, kind, kind))
-        triton_rational.forward_launcher(of_forward)(x, a, b, x)
-        made = triton_rational.backward_launchers(triton_rational.Problem(runs, function, (dtype, dtype, dtype, kind, kind)))
+        runs = launches.find_runs(shape, [dense] * 3, groups)
+        function = launches.coefficients(a, b, version, (kind,), x.device)
+        of_forward = launches.Problem(runs._replace(row_strides=runs.row_strides[:2]), function, (dtype, dtype, kind, kind))
+        launches.forward_launcher(of_forward)(x, a, b, x)
+        made = launches.backward_launchers(launches.Problem(runs, function, (dtype, dtype, dtype, kind, kind)))
         partial = torch.empty(16, dtype=made.dtype)
         made.first(x, x, a, b, x, partial)
         made.second(partial, b, a, b)
@@ -85,8 +84,7 @@ def plain(current: dict[str, str]) -> None:
 
 def normalised(current: dict[str, str]) -> None:
     """Behind a layer normalisation."""
-    from fastkron_py.rational import launches as triton_rational
-    from fastkron_py.rational import layer_norm_launch as launcher
+    from fastkron_py.rational import launches
 
     for current["problem"], (dtype, of_y, rows, channels, groups, version) in NORMALISED.items():
         kind = torch.float64 if dtype == torch.float64 else torch.float32
@@ -94,10 +92,10 @@ def normalised(current: dict[str, str]) -> None:
         weight = torch.empty(channels, dtype=kind)
         # Of few elements: nothing is read here, and a launch depends on the number of rows that it is told.
         x, y, mean = torch.empty(16, dtype=dtype), torch.empty(16, dtype=of_y), torch.empty(16, dtype=kind)
-        function = triton_rational.coefficients(a, b, version, (kind,), x.device)
-        made = launcher.Problem(rows, channels, function, 1e-6)
-        launcher.forward_launcher(made)(x, weight, weight, a, b, y, mean, mean)
-        backward = launcher.backward_launchers(made)
+        function = launches.coefficients(a, b, version, (kind,), x.device)
+        made = launches.RowProblem(rows, channels, function, 1e-6)
+        launches.rows_forward_launcher(made)(x, weight, weight, a, b, y, mean, mean)
+        backward = launches.rows_backward_launchers(made)
         backward.first(x, y, mean, mean, weight, weight, a, b, x, mean)
         sums = torch.empty(16, dtype=torch.float64)
         backward.columns(mean, weight, weight, sums)
@@ -113,12 +111,12 @@ def main() -> None:
         return {**current, "num_warps": options["num_warps"], **resources(cubin), **loads_and_stores(cubin)}
 
     compile_only(describe)
-    from fastkron_py.rational import launches as triton_rational
+    from fastkron_py.rational import launches
     from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.gpu import HOPPER
 
     devices.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
-    triton_rational.is_approximate = lambda dtype, device: dtype != torch.float64
+    launches.is_approximate = lambda dtype, device: dtype != torch.float64
     fused(current)
     plain(current)
     normalised(current)

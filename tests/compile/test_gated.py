@@ -43,7 +43,7 @@ def test_the_second_launch_waits_for_the_end_of_the_first(kernels: list[dict[str
     assert all(k["wait"] == -1 for k in kernels if not k["early"])
 
 
-@pytest.mark.parametrize("activation", [name for name in activation_names() if find_activation(name).is_light])
+@pytest.mark.parametrize("activation", [name for name in activation_names() if find_activation(name).allows_overlap])
 def test_programs_of_two_launches_fit_a_multiprocessor(kernels: list[dict[str, Any]], activation: str) -> None:
     """The second launch would else wait for the first one's end, and be slow: each of its programs has little in flight."""
     first, second = (k for k in kernels if k["problem"] == f"beside, {activation}")

@@ -12,8 +12,8 @@ from torch.nn.functional import layer_norm
 from torchvision_import import import_torchvision
 
 from fastkron_py import reference
-from fastkron_py.nn.rational_functions import initial
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
+from fastkron_py.nn.rational_fit import initial
+from fastkron_py.rational.api import layer_norm_rational
 
 # Attention's backward pass on a GPU may have no deterministic form. Torch then warns.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*determinis:UserWarning")]

@@ -101,14 +101,14 @@ def test_memory() -> None:
 @pytest.mark.parametrize("width", [192, 384, 768])
 def test_linear_layers_of_the_kat(width: int, keep: bool) -> None:
     """In one kernel, on as many rows as keep every multiprocessor busy for a while: right, and the same bits again."""
-    from fastkron_py.rational import program_linear_rational
+    from fastkron_py.rational import launches
 
     rows = 32 * 197
     x, weight = (torch.randn(n, width, device="cuda").bfloat16() for n in (rows, 4 * width))
     weight, bias = (weight / width**0.5).bfloat16(), torch.randn(4 * width, device="cuda").bfloat16()
     _, a, b, _ = problem((1, 4 * width), (1, 8), device="cuda")
     tensors = (x, weight, bias, a, b)
-    program = program_linear_rational.forward(tensors, ("B",), keep)
+    program = launches.linear_rational(tensors, ("B",), keep)
     y, *kept = program(tensors)
     product = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     fastkron_py.testing.assert_close(y, reference.rational(product, a.double(), b.double()), rms_tol=4e-3, max_tol=8e-3)

@@ -15,12 +15,11 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import poly_kan
-from fastkron_py.kan import config as tuning
-from fastkron_py.kan import launches, operands, program, torch_backend
+from fastkron_py.kan import launches, operands, plan, program, torch_backend
 from fastkron_py.kan.api import own_bounds
 from fastkron_py.kan.bases.table import table_error_bound
-from fastkron_py.kan.config import Split, Tile
-from fastkron_py.kan.problem import Stored, stored
+from fastkron_py.kan.launches import Stored, stored
+from fastkron_py.kan.plan import Split, Tile
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import ADA
@@ -51,8 +50,8 @@ def assert_gradients(actual: list[Tensor], expected: list[Tensor], dtype: torch.
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every product for a large one: degree 0 apart, operands transposed."""
-    monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
-    monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
+    monkeypatch.setattr(plan, "LARGE_PRODUCTS", 1)
+    monkeypatch.setattr(plan, "LARGE_ROWS", 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -79,9 +78,9 @@ def test_half_types(backend_name: str, device: torch.device, generator: torch.Ge
 def shared_out(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Every reduction over several programs, degrees too, in small tiles; the shapes of the partial sums that are added up."""
     # Two blocks of inputs in three groups of degrees; of outputs two blocks and what is left; of rows one each.
-    monkeypatch.setattr(tuning, "forward", lambda sizes: (Tile(16, 16, 16, 4, 2), Split(2, 2, 3)))
-    monkeypatch.setattr(tuning, "input_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 2), Split(2, 2)))
-    monkeypatch.setattr(tuning, "coefficient_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 4), Split(2, 1)))
+    monkeypatch.setattr(plan, "forward", lambda sizes: (Tile(16, 16, 16, 4, 2), Split(2, 2, 3)))
+    monkeypatch.setattr(plan, "input_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 2), Split(2, 2)))
+    monkeypatch.setattr(plan, "coefficient_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 4), Split(2, 1)))
     seen: list[tuple[int, ...]] = []
 
     def noted(splits: int, shape: tuple[int, ...]) -> Stored:
@@ -295,8 +294,8 @@ def test_against_float64(
     gpu = replace(ADA, multiprocessors=3, has_approximations=False)
     monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
     if is_large:
-        monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
-        monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
+        monkeypatch.setattr(plan, "LARGE_PRODUCTS", 1)
+        monkeypatch.setattr(plan, "LARGE_ROWS", 1)
     x, c, dy = problem(50, 36, 70, 3, dtype, device, generator)
     layer = config_of("chebyshev", 3)
     dx, dc, _ = gradients_of(dy, x, c, layer, "highest", (True, True, True))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import poly_kan
-from fastkron_py.kan import config as tuning
+from fastkron_py.kan import plan
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.testing import assert_close
@@ -31,12 +31,12 @@ def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "hopper":
         pipelined(monkeypatch)
         tile = GemmTile(32, 256, 32, 4, 2, group=2)
-        monkeypatch.setattr(tuning, "_INPUT_GEMM", {2: tile, 4: tile})
-        monkeypatch.setattr(tuning, "_LEAST_FILLED", 0.0)
+        monkeypatch.setattr(plan, "_INPUT_GEMM", {2: tile, 4: tile})
+        monkeypatch.setattr(plan, "_LEAST_FILLED", 0.0)
         gpu = replace(INTERPRETER, multiprocessors=3, has_wgmma=True)
         monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
-    monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
-    monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
+    monkeypatch.setattr(plan, "LARGE_PRODUCTS", 1)
+    monkeypatch.setattr(plan, "LARGE_ROWS", 1)
     with fastkron_py.backend("triton"):
         yield request.param
 

@@ -12,8 +12,7 @@ from poly_kan_cases import coefficient_gradient, config_of, forward, gradients_o
 from poly_kan_on_numpy import pipelined
 from torch import Tensor
 
-from fastkron_py.kan import config_hopper as poly_kan_hopper
-from fastkron_py.kan import launches
+from fastkron_py.kan import launches, plan
 from fastkron_py.kan.layer_config import LayerConfig
 from fastkron_py.testing import assert_close
 
@@ -86,8 +85,10 @@ def test_work_is_dealt_out_in_any_number_of_parts(
     parts: int, launched: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of six tiles, four blocks each: several tiles a part, parts that begin and end inside of tiles, several parts a program."""
-    choose = poly_kan_hopper.coefficient_gradient
-    monkeypatch.setattr(poly_kan_hopper, "coefficient_gradient", lambda sizes: choose(sizes)._replace(items=parts, programs=min(parts, 3)))
+    choose = plan.pipelined_coefficient_gradient
+    monkeypatch.setattr(
+        plan, "pipelined_coefficient_gradient", lambda sizes: choose(sizes)._replace(work_items=parts, programs=min(parts, 3))
+    )
     x, c, dy = problem(250, 72, 136, 8, torch.bfloat16, torch.device("cpu"), generator)
     actual = coefficient_gradient(dy, x, c, config_of("chebyshev", 8), "highest")
     assert_close(actual, layer_gradients(x, c, dy, "chebyshev")[2], rms_tol=1e-2, max_tol=8e-2)
@@ -143,7 +144,7 @@ def test_long_sums_are_flushed(launched: list[str], generator: torch.Generator, 
         return float(torch.linalg.norm(y - exact) / torch.linalg.norm(exact))
 
     assert error() < 1e-6
-    monkeypatch.setattr(poly_kan_hopper, "FLUSH_TERMS", 1 << 20)
+    monkeypatch.setattr(plan, "FLUSH_TERMS", 1 << 20)
     assert error() > 5e-6
 
 
@@ -183,10 +184,10 @@ def test_degrees_side_by_side(
     degrees: int, parts: int, launched: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many, and however many parts share the steps: parts end inside of tiles and of groups of degrees."""
-    for name in ("input_gradient", "coefficient_gradient"):
-        choose = getattr(poly_kan_hopper, name)
-        change = {"degrees": degrees, "block_n": 128 // degrees, "items": parts, "programs": min(parts, 3)}
-        monkeypatch.setattr(poly_kan_hopper, name, lambda sizes, choose=choose, change=change: choose(sizes)._replace(**change))
+    for name in ("pipelined_input_gradient", "pipelined_coefficient_gradient"):
+        choose = getattr(plan, name)
+        change = {"degrees": degrees, "block_n": 128 // degrees, "work_items": parts, "programs": min(parts, 3)}
+        monkeypatch.setattr(plan, name, lambda sizes, choose=choose, change=change: choose(sizes)._replace(**change))
     x, c, dy = problem(140, 132, 136, 5, torch.float32, torch.device("cpu"), generator)
     expected = layer_gradients(x, c, dy, "chebyshev")
     config = config_of("chebyshev", 5)

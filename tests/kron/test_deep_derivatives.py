@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, silu
 
 import fastkron_py
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
-from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.rational.api import layer_norm_rational, rational_linear
 
 Layer = Callable[..., Tensor]
 

@@ -18,7 +18,7 @@ from triton.runtime import driver
 
 import fastkron_py
 from fastkron_py.functional import gated_mlp
-from fastkron_py.rational import operator_linear_rational as rational_operator
+from fastkron_py.rational import operator as rational_operator
 from fastkron_py.rational.api import linear_rational
 from fastkron_py.runtime import backend
 from fastkron_py.runtime import device as devices

@@ -17,9 +17,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fastkron_py import poly_kan
-from fastkron_py.kan import running_range
-from fastkron_py.kan.running_range import Calls
-from fastkron_py.nn import KAN, PolyKANConv2d, PolyKANLinear, SplineKANLinear
+from fastkron_py.nn import KAN, PolyKANConv2d, PolyKANLinear, SplineKANLinear, running_range
+from fastkron_py.nn.running_range import RecentBounds
 from fastkron_py.testing import assert_close
 
 Make = Callable[[], nn.Module]
@@ -158,7 +157,7 @@ def test_how_many_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     for most, most_bytes, kept in [(150, 2**20, 150), (4096, 128 * 100 + 1, 100), (4096, 1, 64), (4096, 2**20, 170)]:
         monkeypatch.setattr(running_range, "MOST_CALLS", most)
         monkeypatch.setattr(running_range, "MOST_BYTES", most_bytes)
-        calls = Calls()
+        calls = RecentBounds()
         own = torch.randn(170, 2, 4, dtype=torch.float64).cumsum(0)
         running = torch.tensor([[-1.0], [3.0]], dtype=torch.float64).expand(2, 4)
         given = [calls.follow(t, running, 0.5)[0] for t in own]

@@ -11,7 +11,7 @@ from rational_cases import VERSIONS, WITHOUT_NOISE
 
 from fastkron_py import backend, reference
 from fastkron_py.nn import GRKAN, GroupRational
-from fastkron_py.nn.rational_functions import FUNCTIONS, initial
+from fastkron_py.nn.rational_fit import FUNCTIONS, initial
 
 # docs/guides/rational.md has the same table: largest errors on [-3, 3] at degrees (5, 4), rounded up.
 ERRORS = {

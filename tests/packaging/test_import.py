@@ -59,7 +59,6 @@ def test_loads_little_beyond_torch(loaded: list[str]) -> None:
         "kron.hopper",
         "rational.kernels",
         "kan.kernels",
-        "kan.hopper",
         "gated.kernels",
     )
     assert [m for m in loaded if m.split(".")[0] != "fastkron_py"] == []

@@ -9,8 +9,7 @@ from rational_cases import ours, problem, served, step
 
 import fastkron_py
 from fastkron_py import rational, reference
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
-from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.rational.api import layer_norm_rational, rational_linear
 
 SHAPE = (2, 3, 8)
 

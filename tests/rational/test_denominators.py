@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fastkron_py import rational
 from fastkron_py.nn import Denominator, DeviceFunctions, GroupRational, rational_fit, register_denominator
-from fastkron_py.rational import program_linear_rational
+from fastkron_py.rational import launches
 from fastkron_py.rational.denominators import device as parts
 from fastkron_py.rational.denominators import host
 from fastkron_py.rational.denominators.registry import denominator_names, find_denominator, unregister_denominator
-from fastkron_py.rational.operator_layer_norm import layer_norm_rational, layer_norm_rational_backward
+from fastkron_py.rational.operator import layer_norm_rational, layer_norm_rational_backward
 from fastkron_py.reference_rational import FORMULAS
 
 # ---- a denominator of a user's own: 1 + S(x)^2 -------------------------------------------------
@@ -37,12 +37,12 @@ def _slopes(v, x, s):
 
 
 def _host_value(b: Sequence[Tensor], x: Tensor) -> Tensor:
-    s = host.host_polynomial(host.from_one(b), x)
+    s = host.host_polynomial_from_one(b, x)
     return 1 + s * s
 
 
 def _host_derivatives(b: Sequence[Tensor], x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    s, ds = host.host_polynomial_slope(host.from_one(b), x)
+    s, ds = host.host_polynomial_slope_from_one(b, x)
     return 1 + s * s, 2 * s * ds, [2 * s * power for power in host.host_powers(x, len(b) + 1)[1:]]
 
 
@@ -89,7 +89,7 @@ def test_kernels_of_other_operators(square: str, device: torch.device) -> None:
         assert relative(found, e) < 2 * TOLERANCES[torch.float32]
     x, weight, bias = torch.randn(18, 20, device=device), torch.randn(48, 20, device=device) / 20**0.5, bias
     tensors = (x, weight, bias, a, b)
-    (y,) = program_linear_rational.forward(tensors, (square,))(tensors)
+    (y,) = launches.linear_rational(tensors, (square,))(tensors)
     product = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     assert relative(y, by_formula(product, a.double(), b.double())) < 2 * TOLERANCES[torch.float32]
 

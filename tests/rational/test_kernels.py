@@ -12,10 +12,10 @@ import torch
 from rational_cases import Problem, assert_right, problem
 from torch import Tensor
 
-from fastkron_py.rational import config as tuning
 from fastkron_py.rational import launches, program
+from fastkron_py.rational import plan as tuning
 from fastkron_py.rational import torch_backend as torch_rational
-from fastkron_py.rational.config import LANES, Preference, Runs, Walk, find_runs, walk
+from fastkron_py.rational.plan import LANES, LaunchShape, Preference, Runs, find_runs, walk
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import AMD, GPU, HOPPER
 
@@ -60,7 +60,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tupl
 def test_walks(way: tuple[Problem, dict[str, object]], device: torch.device) -> None:
     p, about = way
     walk = about["walk"]
-    assert isinstance(walk, tuning.Walk)
+    assert isinstance(walk, tuning.LaunchShape)
     assert (walk.mode, walk.masked) == (about["mode"], about["masked"])
     p = Problem(*(t.to(device) for t in p))
     y = by(program.forward, p[:3], "B", torch.float32)
@@ -139,7 +139,7 @@ def test_no_runs() -> None:
     assert runs_of(rows.as_strided((4, 8), (4, 1)), 2) is None  # rows that overlap
 
 
-def taken(w: Walk) -> list[int]:
+def taken(w: LaunchShape) -> list[int]:
     """Vectors of one group that its programs take, as the kernel's loops do."""
     found = []
     for chunk in range(w.chunks):
@@ -150,7 +150,7 @@ def taken(w: Walk) -> list[int]:
     return found
 
 
-def is_valid(walk: Walk, runs: Runs) -> bool:
+def is_valid(walk: LaunchShape, runs: Runs) -> bool:
     """Whether the kernels take a walk, whose programs then together take each vector of a group once."""
     tiles = math.ceil(walk.total / walk.block)
     steady = walk.mode != "rows" or walk.phases * walk.block % walk.per_run == 0

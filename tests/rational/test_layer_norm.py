@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from fastkron_py import reference
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
+from fastkron_py.rational.api import layer_norm_rational
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.runtime.backend import backend
 from fastkron_py.testing import assert_close

@@ -15,9 +15,9 @@ from torch.nn.functional import linear
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.nn import GRKAN
-from fastkron_py.rational import operator_linear_rational as operator
+from fastkron_py.rational import operator
 from fastkron_py.rational.api import linear_rational
-from fastkron_py.rational.config_linear import fuses, linear_tile
+from fastkron_py.rational.plan import fuses, linear_tile
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.gemm_config import GemmSizes

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fastkron_py import rational
-from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.rational.api import rational_linear
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.testing import assert_close
 

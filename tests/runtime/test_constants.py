@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fastkron_py import hadamard
 from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.kan.bases.table import basis_table
-from fastkron_py.nn.rational_functions import TABLE, initial
+from fastkron_py.nn.rational_fit import TABLE, initial
 from fastkron_py.runtime import eager
 
 CPU = torch.device("cpu")

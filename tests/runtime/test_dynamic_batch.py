@@ -11,9 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastkron_py import KroneckerProduct, gated_linear, kron_matmul, kron_matmul_left, poly_kan, rational
 from fastkron_py.nn import GRKAN, GroupRational
-from fastkron_py.rational.api import linear_rational
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
-from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.rational.api import layer_norm_rational, linear_rational, rational_linear
 
 COEFFICIENTS = [(2, 4), (2, 2)]
 # A function, one sample's shape, and the shapes of parameters.

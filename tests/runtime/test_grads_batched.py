@@ -15,9 +15,7 @@ from torch.autograd.functional import hessian, jacobian
 
 from fastkron_py import backend, gated_linear, kron_matmul, kron_matmul_left, poly_kan, rational
 from fastkron_py.functional import gated_mlp
-from fastkron_py.rational.api import linear_rational
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
-from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.rational.api import layer_norm_rational, linear_rational, rational_linear
 from fastkron_py.runtime.batching import batchable_one_by_one
 
 # torch itself scripts some decompositions when forward mode is first used.

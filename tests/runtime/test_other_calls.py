@@ -12,8 +12,7 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import gated_linear, poly_kan, rational
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
-from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.rational.api import layer_norm_rational, rational_linear
 from fastkron_py.runtime.call_cache import CACHE
 
 

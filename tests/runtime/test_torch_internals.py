@@ -25,8 +25,7 @@ from typer.testing import CliRunner
 import fastkron_py
 from fastkron_py import gated_linear, kron_matmul, poly_kan, rational
 from fastkron_py.cli.app import app
-from fastkron_py.rational.api_layer_norm import layer_norm_rational
-from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.rational.api import layer_norm_rational, rational_linear
 from fastkron_py.runtime import precision, torch_internals
 from fastkron_py.runtime.call_cache import CACHE
 

@@ -13,7 +13,7 @@ from gemm_cases import gemm
 from torch import Tensor
 
 from fastkron_py.gated.activations.registry import find_activation
-from fastkron_py.gated.kernels.epilogues import epilogue_gate
+from fastkron_py.gated.kernels import epilogue_gate
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import INTERPRETER

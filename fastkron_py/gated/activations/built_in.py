@@ -1,8 +1,264 @@
-"""The library's own activations: every module of this package with an `ACTIVATION` has one."""
+"""The library's own activations, each with its derivative, and all records of this package."""
 
+import math
 from typing import Final
 
-from fastkron_py.gated.activations.activation import Activation
+import torch
+from torch import Tensor
+
+from fastkron_py.gated.activations.registry import Activation
+from fastkron_py.runtime.optional_triton import tl, triton
 from fastkron_py.runtime.registry import records
+from fastkron_py.tiling.approximations import quick_exp2, quick_reciprocal
+
+_LESS_LOG2_E: Final = tl.constexpr(-math.log2(math.e))
+
+
+@triton.jit
+def sigmoid(x):
+    """``1 / (1 + exp(-x))``."""
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def quick_sigmoid(x):
+    """By the units for powers of two and reciprocals: eight instructions fewer, for which the next product waits."""
+    return quick_reciprocal(1 + quick_exp2(x * _LESS_LOG2_E))
+
+
+# ---- sigmoid: the logistic function ----------------------------------------------------------------
+
+
+@triton.jit
+def _sigmoid_slope(s):
+    return s * (1 - s)
+
+
+@triton.jit
+def _sigmoid_derivative(x):
+    return _sigmoid_slope(sigmoid(x))
+
+
+@triton.jit
+def _sigmoid_quick_derivative(x):
+    return _sigmoid_slope(quick_sigmoid(x))
+
+
+def _sigmoid_host_derivative(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s)
+
+
+SIGMOID: Final = Activation(
+    "sigmoid",
+    torch.sigmoid,
+    _sigmoid_host_derivative,
+    sigmoid,
+    _sigmoid_derivative,
+    quick_sigmoid,
+    _sigmoid_quick_derivative,
+    formula="1 / (1 + exp(-x))",
+    aliases=("glu",),
+    allows_overlap=True,
+)
+
+
+# ---- silu, or swish: ``x sigmoid(x)`` --------------------------------------------------------------
+
+
+@triton.jit
+def _silu_slope(x, s):
+    return s + s * (x * (1 - s))
+
+
+@triton.jit
+def _silu_value(x):
+    return x * sigmoid(x)
+
+
+@triton.jit
+def _silu_derivative(x):
+    return _silu_slope(x, sigmoid(x))
+
+
+@triton.jit
+def _silu_quick_value(x):
+    return x * quick_sigmoid(x)
+
+
+@triton.jit
+def _silu_quick_derivative(x):
+    return _silu_slope(x, quick_sigmoid(x))
+
+
+def _silu_host_derivative(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s + s * (x * (1 - s))
+
+
+SILU: Final = Activation(
+    "silu",
+    torch.nn.functional.silu,
+    _silu_host_derivative,
+    _silu_value,
+    _silu_derivative,
+    _silu_quick_value,
+    _silu_quick_derivative,
+    formula="x sigmoid(x)",
+    aliases=("swish", "swiglu"),
+    allows_overlap=True,
+)
+
+
+# ---- gelu: by the error function, ``x (1 + erf(x / sqrt(2))) / 2`` ---------------------------------
+
+_ROOT_HALF: Final = tl.constexpr(math.sqrt(0.5))
+_ROOT_HALF_PI: Final = tl.constexpr(math.sqrt(0.5 / math.pi))  # density of the normal distribution at 0
+
+
+@triton.jit
+def _gelu_value(x):
+    return 0.5 * x * (1 + tl.erf(x * _ROOT_HALF))
+
+
+@triton.jit
+def _gelu_derivative(x):
+    return 0.5 * (1 + tl.erf(x * _ROOT_HALF)) + x * (tl.exp(-0.5 * x * x) * _ROOT_HALF_PI)
+
+
+def _gelu_host_derivative(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * math.sqrt(0.5 / math.pi)
+
+
+GELU: Final = Activation(
+    "gelu",
+    torch.nn.functional.gelu,
+    _gelu_host_derivative,
+    _gelu_value,
+    _gelu_derivative,
+    formula="x (1 + erf(x / sqrt(2))) / 2",
+    aliases=("geglu",),
+    allows_overlap=True,
+)
+
+
+# ---- gelu_tanh: by the hyperbolic tangent, ``x sigmoid(2 z)``, ``z = sqrt(2 / pi) (x + 0.044715 x^3)`` ---
+
+_SCALE: Final = tl.constexpr(2 * math.sqrt(2 / math.pi))
+_CUBIC: Final = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _gelu_tanh_argument(x):
+    return (x + x * x * x * _CUBIC) * _SCALE
+
+
+@triton.jit
+def _gelu_tanh_slope(x, s):
+    return s + s * (1 - s) * ((x + x * x * x * (3 * _CUBIC)) * _SCALE)
+
+
+@triton.jit
+def _gelu_tanh_value(x):
+    return x * sigmoid(_gelu_tanh_argument(x))
+
+
+@triton.jit
+def _gelu_tanh_derivative(x):
+    return _gelu_tanh_slope(x, sigmoid(_gelu_tanh_argument(x)))
+
+
+@triton.jit
+def _gelu_tanh_quick_value(x):
+    return x * quick_sigmoid(_gelu_tanh_argument(x))
+
+
+@triton.jit
+def _gelu_tanh_quick_derivative(x):
+    return _gelu_tanh_slope(x, quick_sigmoid(_gelu_tanh_argument(x)))
+
+
+def _gelu_tanh_host(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def _gelu_tanh_host_derivative(x: Tensor) -> Tensor:
+    scale = 2 * math.sqrt(2 / math.pi)
+    s = torch.sigmoid(scale * (x + 0.044715 * x**3))
+    return s + s * (1 - s) * (scale * (x + 3 * 0.044715 * x**3))
+
+
+GELU_TANH: Final = Activation(
+    "gelu_tanh",
+    _gelu_tanh_host,
+    _gelu_tanh_host_derivative,
+    _gelu_tanh_value,
+    _gelu_tanh_derivative,
+    _gelu_tanh_quick_value,
+    _gelu_tanh_quick_derivative,
+    formula="x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2",
+    aliases=("geglu_tanh",),
+    allows_overlap=True,
+)
+
+
+# ---- relu: ``max(x, 0)`` ---------------------------------------------------------------------------
+
+
+@triton.jit
+def _relu_value(x):
+    # By selection: a maximum would lose a NaN.
+    return tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
+def _relu_derivative(x):
+    return tl.where(x > 0, 1.0, 0.0)
+
+
+def _relu_host_derivative(x: Tensor) -> Tensor:
+    return (x > 0).to(x.dtype)
+
+
+RELU: Final = Activation(
+    "relu",
+    torch.nn.functional.relu,
+    _relu_host_derivative,
+    _relu_value,
+    _relu_derivative,
+    formula="max(x, 0)",
+    aliases=("reglu",),
+    allows_overlap=True,
+)
+
+
+# ---- identity, whose gate is bilinear --------------------------------------------------------------
+
+
+@triton.jit
+def _identity_value(x):
+    return x
+
+
+@triton.jit
+def _identity_derivative(x):
+    return x * 0 + 1
+
+
+def _identity_host(x: Tensor) -> Tensor:
+    return x
+
+
+IDENTITY: Final = Activation(
+    "identity",
+    _identity_host,
+    torch.ones_like,
+    _identity_value,
+    _identity_derivative,
+    formula="x",
+    aliases=("bilinear",),
+    allows_overlap=True,
+)
+
 
 BUILT_IN: Final = records(__package__, Activation)

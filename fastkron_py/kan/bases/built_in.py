@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from fastkron_py.kan.bases.basis import Basis
+from fastkron_py.kan.bases.registry import Basis
 from fastkron_py.runtime.registry import records
 
 BUILT_IN: Final = records(__package__, Basis)

@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fastkron_py.kan.bases.basis import Basis, Parameters
-from fastkron_py.kan.bases.device import constant
+from fastkron_py.kan.bases.parts import constant
+from fastkron_py.kan.bases.registry import Basis, Parameters
 from fastkron_py.runtime.optional_triton import tl, triton
 
 PI: Final = tl.constexpr(math.pi)

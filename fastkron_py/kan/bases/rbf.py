@@ -10,8 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fastkron_py.kan.bases.basis import Basis, Parameters
-from fastkron_py.kan.bases.device import stateless_start, stateless_step
+from fastkron_py.kan.bases.parts import stateless_start, stateless_step
+from fastkron_py.kan.bases.registry import Basis, Parameters
 from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.optional_triton import tl, triton
 

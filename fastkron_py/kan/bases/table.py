@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastkron_py.kan.bases.basis import Basis, Parameters
-from fastkron_py.kan.bases.registry import find_basis
+from fastkron_py.kan.bases.registry import Basis, Parameters, find_basis
 from fastkron_py.runtime.eager import constants
 from fastkron_py.runtime.optional_triton import tl, triton
 

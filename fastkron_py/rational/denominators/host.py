@@ -88,11 +88,6 @@ def host_polynomial_slope_from_one(b: Sequence[Tensor], x: Tensor) -> tuple[Tens
     return _multiply(value, x), slope
 
 
-def from_one(b: Sequence[Tensor]) -> list[Tensor]:
-    """Coefficients b_1, b_2, ... with a zero for b_0 ahead of them."""
-    return [torch.zeros_like(b[0]), *b]
-
-
 def host_powers(x: Tensor, count: int) -> list[Tensor]:
     """1, x, x^2, ...: count of them."""
     powers = [torch.ones_like(x), x][:count]

@@ -1,6 +1,6 @@
 """The group-wise rational function ``P(x) / Q(x)`` and its first derivatives, in Triton.
 
-Tensors are walked over as runs of one group's elements (`rational/config.py`): a program belongs to one group, whose coefficients
+Tensors are walked over as runs of one group's elements (`rational/plan.py`): a program belongs to one group, whose coefficients
 it keeps in registers. The arithmetic is float32, or float64 for float64 tensors.
 """
 

@@ -1,14 +1,15 @@
 """Device functions of the rational function ``P(x) / Q(x)`` and its derivatives, for any kernel that has x in registers.
 
-DENOMINATOR is a tuple of jit functions (`DeviceFunctions` in `denominators/denominator.py`). Coefficients are tuples of values that
+DENOMINATOR is a tuple of jit functions (`DeviceFunctions` in `denominators/registry.py`). Coefficients are tuples of values that
 broadcast with x. A kernel that gets DENOMINATOR inside of another tuple knows its functions by their places alone (Triton 3.6).
 """
 
 import triton
 import triton.language as tl
 
-from fastkron_py.rational.denominators.device import polynomial
+from fastkron_py.rational.denominators.device import polynomial, unchanged
 from fastkron_py.tiling.approximations import quick_reciprocal
+from fastkron_py.tiling.gemm import store_tile
 
 # Places in `DeviceFunctions`.
 COEFFICIENT = tl.constexpr(0)
@@ -99,3 +100,32 @@ def _term(value, power, k: tl.constexpr, ALONG: tl.constexpr):
     if ALONG:
         value = tl.sum(value, 1)
     return value
+
+
+# ---- the function of the sums of a linear layer (`tiling/gemm.py`) ---------------------------------
+
+
+@triton.jit
+def _group(column, columns, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """The group of a tile's columns: one number where tiles never cross groups, else ``[1, COLUMNS]``; beyond the last column the last."""
+    if ((COLUMNS - 1) & WIDTH) == 0:
+        return tl.minimum(column, columns - 1) // WIDTH
+    else:
+        return (tl.minimum(column + tl.arange(0, COLUMNS), columns - 1) // WIDTH)[None, :]
+
+
+@triton.jit
+def value_rational(t, column, columns, tensors, PARAMS: tl.constexpr):
+    """``P(t) / Q(t)``, with coefficients of each column's group."""
+    group = _group(column, columns, t.shape[1], PARAMS[2])
+    a = _load_coefficients(tensors[0] + group * PARAMS[4], 1, unchanged, PARAMS[0], tl.float32)
+    b = _load_coefficients(tensors[1] + group * PARAMS[5], 1, tensors[2][COEFFICIENT], PARAMS[1], tl.float32)
+    return _rational(a, b, t, tensors[2], PARAMS[0], PARAMS[1], PARAMS[3])
+
+
+@triton.jit
+def epilogue_rational(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+    """Store ``out [M, N] = VALUE(sums)``, and the sums to ``pair [M, N]``, which backward reads again."""
+    row, column, rows, columns = place
+    store_tile(targets[1], first, row, column, rows, columns, strides[1])
+    store_tile(targets[0], VALUE(first, column, columns, tensors, PARAMS), row, column, rows, columns, strides[0])

@@ -1,8 +1,10 @@
-"""Launches of the polynomial KAN kernels: block sizes, splits of the reduction, by a closed form."""
+"""Launches of the polynomial KAN kernels: block sizes and splits of the reduction, by closed forms."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU, next_power_of_two
@@ -274,3 +276,197 @@ def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
         results = sizes.num_in * sizes.num_out * sizes.terms
         return tile, _shared_out(tile, programs, sizes.rows, results, sizes)
     return tile, _split(tile, programs, sizes.rows, tile.degrees, sizes, _at_once(tile))
+
+
+# ---- the kernels for Hopper GPUs: tiles, buffers, and how programs share sums ----------------------
+
+BLOCK_M: Final = 128  # two warpgroups' rows
+WIDEST: Final = 256  # of a product; half of that where sums are kept twice, for three passes
+FLUSH_TERMS: Final = 64  # of a float32-class sum that tensor cores, which cut sums off, may add up by themselves
+_MOST_SEGMENTS: Final = 16
+_RING: Final = 196_608  # bytes of a ring of operands
+_REGISTERS: Final = (160, 184)
+_REGISTERS_OF_DX: Final = (232, 40)  # one has derivatives beside the sums, the other makes nothing
+
+
+class Measured(NamedTuple):
+    """Figures of the kernels for Hopper GPUs, measured on one: `measured.json` has them.
+
+    Attributes:
+        narrow: speed of a product half as wide (271 us beside 200 in TF32, for 65536 x 256 -> 256, degree 8).
+        least_rows: share of `LARGE_ROWS` from which on three passes take these kernels, since plain Triton's split every operand in every
+            tile: a tile is three quarters full.
+        least_products: share of `LARGE_PRODUCTS` in the forward pass; half of that in the backward pass, which prepares operands for two.
+        second_stage: seconds of a launch that adds up partial sums, beside their traffic.
+        remade: speed of dC with as many degrees side by side: the fewer, the more often a value's input is read, and the degrees before it
+            made (4096 x 200 -> 800, degree 5: 1.11, 1.25 and 1.75 us a step).
+        summed_up: the same of dx, which goes through the derivatives after each of them.
+    """
+
+    narrow: float
+    least_rows: float
+    least_products: float
+    second_stage: float
+    remade: dict[str, float]
+    summed_up: dict[str, float]
+
+
+MEASURED: Final = Measured(**json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["H200"])
+
+
+class Pipelined(NamedTuple):
+    """Blocks, buffers, and how the work is shared out."""
+
+    block_n: int
+    block_k: int
+    stages: int  # copies under way, and the operands in use
+    flush: int  # steps between two additions to the float32 sum; 0: one at the end
+    degrees: int
+    programs: int
+    splits: int = 1  # of the forward reduction
+    blocks: int = 0  # of each split
+    work_items: int = 0  # tiles of all splits, or parts of the work, that programs take one after the other
+    registers: tuple[int, int] | None = None  # of a thread that holds sums; of one that makes values
+
+
+def takes_pipelined(sizes: Sizes, backward: bool) -> bool:
+    """Whether products are large enough, and 16-bit rows of operands can be copied 16 bytes at a time."""
+    if sizes.itemsize == 8:
+        return False
+    rows, products = (MEASURED.least_rows, MEASURED.least_products / (1 + backward)) if sizes.passes == 3 else (1 / 4, 1)
+    copies = sizes.itemsize == 4 or (sizes.num_in % 8 == 0 and sizes.num_out % 8 == 0)
+    work = sizes.rows * sizes.num_in * sizes.num_out * sizes.terms
+    return copies and sizes.rows >= rows * LARGE_ROWS and work >= products * LARGE_PRODUCTS
+
+
+def _pipelined_tiles(height: int, width: int, block_n: int) -> int:
+    return -(-height // BLOCK_M) * -(-width // block_n)
+
+
+def _work(sizes: Sizes) -> float:
+    """Seconds at the peak."""
+    return 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / sizes.gpu.rate(sizes.itemsize)
+
+
+def _widths(sizes: Sizes) -> tuple[int, ...]:
+    return (WIDEST // 2,) if sizes.passes == 3 else (WIDEST, WIDEST // 2)
+
+
+def _stages(width: int, block_k: int, sizes: Sizes) -> int:
+    """How many steps' operands a ring holds."""
+    return _RING // ((BLOCK_M + width) * block_k * sizes.itemsize * (2 if sizes.passes == 3 else 1))
+
+
+def pipelined_forward(sizes: Sizes) -> Pipelined:
+    """Of y [rows, num_out], reduced over num_in and degrees."""
+    block_k = 32
+    blocks = -(-sizes.num_in // block_k)
+
+    def candidates() -> Iterator[tuple[float, int, int]]:
+        for width in _widths(sizes):
+            tiles = _pipelined_tiles(sizes.rows, sizes.num_out, width)
+            filled = sizes.rows * sizes.num_out / (tiles * BLOCK_M * width) * (1.0 if width == WIDEST else MEASURED.narrow)
+            for splits in range(1, min(_MOST_SEGMENTS, blocks) + 1):
+                waves = -(-tiles * splits // sizes.gpu.multiprocessors) * sizes.gpu.multiprocessors / (tiles * splits)
+                partial = (2 * splits + 1) * sizes.rows * sizes.num_out * 4 / sizes.gpu.bandwidth if splits > 1 else 0.0
+                yield _work(sizes) * waves / filled + partial, width, splits
+
+    _, width, splits = min(candidates())
+    each = -(-blocks // splits)
+    splits = -(-blocks // each)
+    work_items = _pipelined_tiles(sizes.rows, sizes.num_out, width) * splits
+    flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
+    programs = min(work_items, sizes.gpu.multiprocessors)
+    return Pipelined(width, block_k, _stages(width, block_k, sizes), flush, 1, programs, splits, each, work_items, _REGISTERS)
+
+
+def _degrees(sizes: Sizes) -> tuple[int, ...]:
+    """How many degrees may stand side by side in a gradient's tile."""
+    if sizes.passes == 3:
+        return 4, 2, 1
+    # By twos, values would be made anew too often.
+    counts = (8, 4) if sizes.terms > 2 else (8, 4, 2)
+    # Each group goes through the degrees before it once more, hence the small preference for many.
+    return (max(counts, key=lambda count: sizes.terms / (-(-sizes.terms // count) * count) * (1 + 0.02 * count)),)
+
+
+def segments_of(tiles: int, blocks: int, parts: int) -> int:
+    """The most parts that share a tile, where tiles of this number of blocks are shared out in one row (stream-k)."""
+    units = tiles * blocks
+
+    def owner(unit: int) -> int:
+        return ((unit + 1) * parts - 1) // units
+
+    return max(owner((tile + 1) * blocks - 1) - owner(tile * blocks) + 1 for tile in range(tiles))
+
+
+class _StreamK(NamedTuple):
+    """Tiles of some degrees side by side, whose sums are shared out to parts (stream-k)."""
+
+    seconds: float
+    degrees: int
+    width: int
+    parts: int
+
+
+def _stream_k(degrees: int, tiles: int, units: int, block_k: int, results: int, speed: float, sizes: Sizes) -> _StreamK:
+    """The parts that take least time: their busiest multiprocessor's steps, and the traffic of partial sums.
+
+    Args:
+        degrees: side by side.
+        tiles: number of them.
+        units: steps of each tile's sum.
+        block_k: of a step.
+        results: elements.
+        speed: of a step, beside the best one's.
+        sizes: of the layer.
+    """
+    gpu = sizes.gpu
+    width = _widths(sizes)[0]
+    step = 2 * BLOCK_M * width * block_k * sizes.passes * gpu.multiprocessors / gpu.rate(sizes.itemsize) / speed
+
+    def seconds(parts: int) -> float:
+        busiest = -(-tiles * units // parts) * -(-parts // gpu.multiprocessors)
+        segments = 1 if parts <= tiles and tiles % parts == 0 else 2 if parts < tiles else -(-parts // tiles) + (parts % tiles > 0)
+        partial = (2 * segments + 1) * results * 4 / gpu.bandwidth + MEASURED.second_stage if segments > 1 else 0.0
+        return step * busiest + partial
+
+    # Whole tiles; tiles in equal parts, which run through the same operands together; or a share for each multiprocessor.
+    choices = [tiles * splits for splits in range(1, min(_MOST_SEGMENTS, units) + 1)]
+    if gpu.multiprocessors <= tiles * min(_MOST_SEGMENTS - 1, units):
+        choices.append(gpu.multiprocessors)
+    parts = min(choices, key=seconds)
+    return _StreamK(seconds(parts), degrees, width // degrees, parts)
+
+
+def _pipelined(stream_k: _StreamK, block_k: int, registers: tuple[int, int], sizes: Sizes) -> Pipelined:
+    flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
+    programs = min(stream_k.parts, sizes.gpu.multiprocessors)
+    stages = _stages(stream_k.degrees * stream_k.width, block_k, sizes)
+    return Pipelined(stream_k.width, block_k, stages, flush, stream_k.degrees, programs, work_items=stream_k.parts, registers=registers)
+
+
+def pipelined_input_gradient(sizes: Sizes) -> Pipelined | None:
+    """Of dx [rows, num_in], reduced over num_out and degrees; None where other kernels are faster: in one pass."""
+    if sizes.passes != 3:
+        return None
+    block_k = 32
+
+    def stream_k(degrees: int) -> _StreamK:
+        tiles = _pipelined_tiles(sizes.rows, sizes.num_in, WIDEST // 2 // degrees)
+        units = -(-sizes.terms // degrees) * -(-sizes.num_out // block_k)
+        return _stream_k(degrees, tiles, units, block_k, sizes.rows * sizes.num_in, MEASURED.summed_up[str(degrees)], sizes)
+
+    return _pipelined(min([stream_k(d) for d in _degrees(sizes) if d > 1]), block_k, _REGISTERS_OF_DX, sizes)
+
+
+def pipelined_coefficient_gradient(sizes: Sizes) -> Pipelined:
+    """Of dC, tiles [num_out, (degree, num_in)], reduced over rows."""
+    block_k = 128 // sizes.itemsize
+
+    def stream_k(degrees: int) -> _StreamK:
+        tiles = _pipelined_tiles(sizes.num_out, sizes.num_in, _widths(sizes)[0] // degrees) * -(-sizes.terms // degrees)
+        results = sizes.terms * sizes.num_in * sizes.num_out
+        return _stream_k(degrees, tiles, -(-sizes.rows // block_k), block_k, results, MEASURED.remade[str(degrees)], sizes)
+
+    return _pipelined(min([stream_k(degrees) for degrees in _degrees(sizes)]), block_k, _REGISTERS, sizes)

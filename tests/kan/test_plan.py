@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastkron_py.kan import config as tuning
-from fastkron_py.kan.config import Sizes
+from fastkron_py.kan import plan
+from fastkron_py.kan.plan import Sizes
 from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, HOPPER, INTERPRETER
 
 SHAPES = [
@@ -25,9 +25,9 @@ CASES = [
     for gpu in (INTERPRETER, HOPPER, AMPERE, ADA, BLACKWELL, AMD)
 ]
 PRODUCTS = {
-    "forward": (tuning.forward, lambda s: s.num_in),
-    "input_gradient": (tuning.input_gradient, lambda s: s.num_out),
-    "coefficient_gradient": (tuning.coefficient_gradient, lambda s: s.rows),
+    "forward": (plan.forward, lambda s: s.num_in),
+    "input_gradient": (plan.input_gradient, lambda s: s.num_out),
+    "coefficient_gradient": (plan.coefficient_gradient, lambda s: s.rows),
 }
 
 
@@ -43,13 +43,13 @@ def test_splits_cover_the_reduction(name: str) -> None:
             assert block & (block - 1) == 0
         assert tile.degrees in (1, 2, 4, 8)
         assert sizes.terms % split.groups == 0
-        assert split.splits * split.groups <= tuning.MOST_SPLITS
+        assert split.splits * split.groups <= plan.MOST_SPLITS
         assert split.groups == 1 or name == "forward"
 
 
 def test_tiles_of_all_degrees_that_compile_for_10_0() -> None:
     """With Triton 3.7, whose compiler fails there where a loop without a choice of degrees has tiles of 64 rows of four bytes."""
     of_few = [s._replace(terms=terms, gpu=BLACKWELL) for s in CASES for terms in (1, 2, 4) if s.itemsize == 4]
-    tiles = [tuning.coefficient_gradient(s)[0] for s in of_few if not tuning.is_large(s)]
+    tiles = [plan.coefficient_gradient(s)[0] for s in of_few if not plan.is_large(s)]
     assert len(tiles) > 20
     assert [tile for tile in tiles if tile.block_m > 32] == []

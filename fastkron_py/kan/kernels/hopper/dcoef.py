@@ -1,13 +1,14 @@
 """The gradient of a polynomial KAN layer's coefficients on Hopper GPUs: the basis, of several degrees side by side, is the right operand.
 
-As in the forward product, one warpgroup makes it and has dy copied, and two multiply (`hopper_ring`).
+As in the forward product, one warpgroup makes it and has dy copied, and two multiply (`tiling.hopper`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastkron_py.kan.hopper.ring import bring_operand, share_of, store_layout, units_of
+from fastkron_py.kan.kernels.hopper.basis import FIRST_AT, TERMS_AT, basis_value, begin_basis, next_degree, skip_first, skip_groups
+from fastkron_py.kan.kernels.hopper.ring import bring_operand, share_of, store_layout, units_of
 from fastkron_py.tiling.hopper import ROWS, allocate_ring, store_made, store_sums, sum_steps
 from fastkron_py.tiling.products import known
 
@@ -40,20 +41,17 @@ def _stacked(
     COUNT: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
-    TERMS: gl.constexpr,
-    PARAMS: gl.constexpr,
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
+    BASIS: gl.constexpr,
     ALONG: gl.constexpr,
 ):
     """(values of COUNT degrees from d on, one below the other, or, unless rows run along the reduction, side by side; the state after)."""
     if COUNT == 1:
         # Beyond the last degree a table has nothing to read, and the last stands in.
-        return VALUE(state, gl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS), STEP(state, d, TERMS, PARAMS)
+        return basis_value(state, gl.minimum(d, BASIS[TERMS_AT] - 1), table_ptr, BASIS), next_degree(state, d, BASIS)
     else:
         HALF: gl.constexpr = COUNT // 2
-        some, state = _stacked(state, d, table_ptr, HALF, BLOCK_N, BLOCK_K, TERMS, PARAMS, STEP, VALUE, ALONG)
-        others, state = _stacked(state, d + HALF, table_ptr, HALF, BLOCK_N, BLOCK_K, TERMS, PARAMS, STEP, VALUE, ALONG)
+        some, state = _stacked(state, d, table_ptr, HALF, BLOCK_N, BLOCK_K, BASIS, ALONG)
+        others, state = _stacked(state, d + HALF, table_ptr, HALF, BLOCK_N, BLOCK_K, BASIS, ALONG)
         both = gl.join(some, others)
         if ALONG:
             return gl.reshape(gl.permute(both, (2, 0, 1)), [COUNT * BLOCK_N, BLOCK_K]), state
@@ -91,13 +89,7 @@ def _make(
     ring,
     sizes,
     stride_xm,
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
-    PARAMS: gl.constexpr,
-    START: gl.constexpr,
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
-    NORM: gl.constexpr,
+    BASIS: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     PRECISION: gl.constexpr,
@@ -107,7 +99,6 @@ def _make(
     """One warpgroup: values of the basis and copies of dy, step by step, which are blocks of rows."""
     BLOCK_N: gl.constexpr = TILE[0]
     BLOCK_K: gl.constexpr = TILE[1]
-    GROUPS: gl.constexpr = TILE[2]
     DEGREES: gl.constexpr = TILE[3]
     left, left_low, right, right_low, full, empty = ring
     COUNT: gl.constexpr = 256 // BLOCK_N // 2  # degrees that are stored at once: the warps wait for each other in between
@@ -132,20 +123,16 @@ def _make(
             at = start * BLOCK_K
             ahead = gl.load(x_tile + at.to(gl.int64) * stride_xm, mask=(at + m < rows) & (j < num_in), other=0.0)
             for i in range(start, stop):
-                state = START(NORM(ahead.to(gl.float32)), TERMS, PARAMS)
+                state = begin_basis(ahead.to(gl.float32), BASIS)
                 # x, a block of rows ahead.
                 at = (i + 1) * BLOCK_K
                 ahead = gl.load(x_tile + at.to(gl.int64) * stride_xm, mask=(at + m < rows) & (j < num_in), other=0.0)
-                for skipped in gl.static_range(FIRST):
-                    state = STEP(state, start * 0 + skipped, TERMS, PARAMS)
-                if GROUPS > 1:
-                    for skipped in range(0, group * DEGREES):
-                        state = STEP(state, FIRST + skipped, TERMS, PARAMS)
+                state = skip_groups(skip_first(state, start * 0, BASIS), group, DEGREES, BASIS)
                 s = step % STAGES
                 mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
                 for k in gl.static_range(0, DEGREES, COUNT):
-                    d = start * 0 + group * DEGREES + FIRST + k
-                    values, state = _stacked(state, d, table_ptr, COUNT, BLOCK_N, BLOCK_K, TERMS, PARAMS, STEP, VALUE, ALONG)
+                    d = start * 0 + group * DEGREES + BASIS[FIRST_AT] + k
+                    values, state = _stacked(state, d, table_ptr, COUNT, BLOCK_N, BLOCK_K, BASIS, ALONG)
                     made = right.index(s).slice(k * BLOCK_N, COUNT * BLOCK_N, 0 if ALONG else 1)
                     made_low = right_low.index(s).slice(k * BLOCK_N, COUNT * BLOCK_N, 0 if ALONG else 1)
                     store_made(made, made_low, values, PRECISION)
@@ -232,7 +219,7 @@ def _poly_kan_pipelined_dcoef_kernel(
     REGISTERS: gl.constexpr,
     ALIGN_IN: gl.constexpr,
 ):
-    """Tiles ``[o, (d, j)]`` of dC; all tiles' blocks of rows, one tile after the other, are dealt out evenly to parts.
+    """Tiles ``[o, (d, j)]`` of dC; all tiles' blocks of rows, one tile after the other, are shared out evenly to parts.
 
     A tile that several parts have a share of has a segment for each, in their order. Programs take part after part.
     """
@@ -240,6 +227,7 @@ def _poly_kan_pipelined_dcoef_kernel(
     ALONG: gl.constexpr = DTYPE.primitive_bitwidth == 32  # TF32 operands have to run along the reduction
     GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
     TILE: gl.constexpr = (BLOCK_N, BLOCK_K, GROUPS, DEGREES)
+    BASIS: gl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
     ring = allocate_ring(DTYPE, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, ALONG, 1)
     sizes = (rows, num_in, num_out, blocks, parts)
     gl.warp_specialize(
@@ -256,13 +244,7 @@ def _poly_kan_pipelined_dcoef_kernel(
                     ring,
                     sizes,
                     stride_xm,
-                    TERMS,
-                    FIRST,
-                    PARAMS,
-                    START,
-                    STEP,
-                    VALUE,
-                    NORM,
+                    BASIS,
                     TILE,
                     STAGES,
                     PRECISION,

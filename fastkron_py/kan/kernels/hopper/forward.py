@@ -1,7 +1,7 @@
 """Large products of polynomial KAN layers on Hopper GPUs: the same sum as `poly_kan`'s forward, in Triton's lower-level dialect.
 
 Plain Triton keeps a left operand that was made by a program in registers, and waits for every product before it makes the next one.
-Here warpgroups have one trade each (`hopper_ring`): one makes basis tiles and has coefficients copied, two multiply. Programs take
+Here there are one producer and two consumer warpgroups (`tiling.hopper`): one makes basis tiles and has coefficients copied. Programs take
 tile after tile, and the next one's operands are made while sums are stored.
 
 Float32-class products sum up a few steps at a time: tensor cores cut their sums off instead of rounding, so their sums are added to a
@@ -14,7 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastkron_py.kan.hopper.ring import bring_operand, store_layout
+from fastkron_py.kan.kernels.hopper.basis import FIRST_AT, TERMS_AT, basis_value, begin_basis, next_degree, skip_first
+from fastkron_py.kan.kernels.hopper.ring import bring_operand, store_layout
 from fastkron_py.tiling.hopper import ROWS, allocate_ring, made_layout, store_made, store_sums, sum_steps
 from fastkron_py.tiling.products import known, tile_of
 
@@ -44,13 +45,7 @@ def _make(
     ring,
     sizes,
     stride_xm,
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
-    PARAMS: gl.constexpr,
-    START: gl.constexpr,
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
-    NORM: gl.constexpr,
+    BASIS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
     PRECISION: gl.constexpr,
@@ -61,7 +56,7 @@ def _make(
     BLOCK_N: gl.constexpr = BLOCKS[1]
     BLOCK_K: gl.constexpr = BLOCKS[2]
     left, left_low, right, right_low, full, empty = ring
-    NUM: gl.constexpr = TERMS - FIRST
+    NUM: gl.constexpr = BASIS[TERMS_AT] - BASIS[FIRST_AT]
     # The state's tiles then change places without moves.
     UNROLL: gl.constexpr = 4 if NUM % 4 == 0 else 2 if NUM % 2 == 0 else 1
     MADE: gl.constexpr = made_layout(BLOCK_K, left.dtype)
@@ -76,23 +71,22 @@ def _make(
         mask_m = (m < rows)[:, None]
         ahead = gl.load(x_tile + first * BLOCK_K, mask=mask_m & (first * BLOCK_K + j < num_in)[None, :], other=0.0)
         for block in range(first, first + blocks):
-            state = START(NORM(ahead.to(gl.float32)), TERMS, PARAMS)
+            state = begin_basis(ahead.to(gl.float32), BASIS)
             # x, a block of inputs ahead.
             at = (block + 1) * BLOCK_K
             ahead = gl.load(x_tile + at, mask=mask_m & (at + j < num_in)[None, :], other=0.0)
-            for skipped in gl.static_range(FIRST):
-                state = STEP(state, item * 0 + skipped, TERMS, PARAMS)
-            for several in range(FIRST, TERMS, UNROLL):
+            state = skip_first(state, item * 0, BASIS)
+            for several in range(BASIS[FIRST_AT], BASIS[TERMS_AT], UNROLL):
                 for u in gl.static_range(UNROLL):
                     s = step % STAGES
                     d = several + u
                     mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
-                    store_made(left.index(s), left_low.index(s), VALUE(state, d, table_ptr, TERMS, PARAMS), PRECISION)
+                    store_made(left.index(s), left_low.index(s), basis_value(state, d, table_ptr, BASIS), PRECISION)
                     fence_async_shared()
                     # Rows beyond the last of a degree are the next one's: they are summed up where nothing is stored.
                     at_n = d * sizes[2] + column * BLOCK_N
                     bring_operand(coef_desc, low_desc, at_n, block * BLOCK_K, right.index(s), right_low.index(s), full.index(s), PRECISION)
-                    state = STEP(state, d, TERMS, PARAMS)
+                    state = next_degree(state, d, BASIS)
                     step += 1
 
 
@@ -173,6 +167,7 @@ def _poly_kan_pipelined_fwd_kernel(
 ):
     """Tiles of splits' sums, as `_poly_kan_fwd_kernel`; the basis is the left operand."""
     NUM: gl.constexpr = TERMS - FIRST
+    BASIS: gl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
     ring = allocate_ring(coef_desc.dtype, BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 1)
     sizes = (rows, num_in, num_out, blocks_per_split, items)
     BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
@@ -190,13 +185,7 @@ def _poly_kan_pipelined_fwd_kernel(
                     ring,
                     sizes,
                     stride_xm,
-                    TERMS,
-                    FIRST,
-                    PARAMS,
-                    START,
-                    STEP,
-                    VALUE,
-                    NORM,
+                    BASIS,
                     BLOCKS,
                     STAGES,
                     PRECISION,

@@ -1,11 +1,16 @@
-"""How the rational kernels walk over memory: runs of one group's elements, and the tiles that programs take of them."""
+"""How the rational kernels walk over memory: runs, rows, and the blocks of a linear layer, by closed forms."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, NamedTuple
+
+from fastkron_py.runtime.gpu import GPU
+from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile, gemm_tile
 
 VECTOR_BYTES: Final = 16  # the widest load of a thread
 HALF_BYTES: Final = 2
@@ -68,7 +73,7 @@ def find_runs(shape: Sequence[int], strides: Sequence[Sequence[int]], groups: in
 
 
 @dataclass(frozen=True)
-class Walk:
+class LaunchShape:
     """One launch: which vectors each program takes, tile by tile.
 
     The vectors of a group are counted along its runs, from row to row. A tile is `block` of them that follow each other, a
@@ -169,7 +174,7 @@ FEW_FORWARD_HALF: Final = replace(FORWARD_HALF, registers=40)
 FEW_BACKWARD: Final = replace(BACKWARD, registers=40)
 
 
-def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference) -> Walk:
+def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference) -> LaunchShape:
     """Choose a launch by closed form.
 
     Args:
@@ -197,4 +202,116 @@ def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference
     short = math.ceil(iterations / SHORTER) if preference.tapers else iterations
     long_chunks = int(periods * LONG_SHARE) // iterations if preference.tapers else periods // iterations
     chunks = long_chunks + math.ceil((periods - long_chunks * iterations) / short)
-    return Walk(vector, block, preference.num_warps, mode, phases, iterations, short, long_chunks, chunks, total, per_run)
+    return LaunchShape(vector, block, preference.num_warps, mode, phases, iterations, short, long_chunks, chunks, total, per_run)
+
+
+# ---- rows, with layer normalisation ----------------------------------------------------------------
+
+CHANNELS_MOST: Final = 2048
+"""Beyond, a row's accumulators do not fit into registers."""
+COEFFICIENTS_MOST: Final = 12
+"""Coefficients of P and Q together, at most: each takes a register for every element that a thread owns."""
+
+
+class RowWalk(NamedTuple):
+    """How programs walk over rows."""
+
+    rows: int  # that a program takes at a time
+    block: int  # columns, a power of two
+    programs: int
+    num_warps: int
+    stages: int
+
+
+def takes_rows(channels: int, coefficients: int) -> bool:
+    """Whether the kernels take these sizes."""
+    return 0 < channels <= CHANNELS_MOST and coefficients <= COEFFICIENTS_MOST
+
+
+def walk_rows(rows: int, channels: int, multiprocessors: int, backward: bool) -> RowWalk:
+    """Four elements a thread, and as many programs as are on the device at once: each leaves a part of every gradient.
+
+    A thread takes some 176 registers in the backward pass and 80 in the forward pass, so that 8 and 24 warps share a multiprocessor.
+    With so few, loads are issued several tiles ahead.
+
+    Args:
+        rows: of x.
+        channels: of a row, as `takes_rows` takes them.
+        multiprocessors: of the device.
+        backward: which pass.
+    """
+    block = 16
+    while block < channels:
+        block *= 2
+    at_once = max(1, 512 // block)
+    num_warps = min(16, max(1, at_once * block // 128))
+    most = multiprocessors * max(1, (8 if backward else 24) // num_warps)
+    programs = max(1, min(-(-rows // at_once), most))
+    return RowWalk(at_once, block, programs, num_warps, 5 if backward else 3)
+
+
+# ---- a linear layer and the function after it: in one kernel or in two -----------------------------
+
+
+class Measured(NamedTuple):
+    """Figures of the two forms of a linear layer and its function, measured on one GPU: `measured.json` has them.
+
+    Attributes:
+        half: share of the GPU's rate that torch's products of half types reach.
+        fused_half: the same of the fused kernel's main loop, of torch's.
+        fused_tf32: share of its rate that the loop reaches in three passes of TF32.
+        instructions: for a value of P / Q of degrees (5, 4).
+        exposed: share of their time that the other program's products do not hide.
+        separate: share of the bandwidth that the function's own kernel reaches.
+        calls: seconds of torch's linear and of a cached call of `rational`, in Python and the driver.
+        call: seconds of the fused kernel's call, which makes its descriptors anew. On an H100's host the layers of KAT-T and KAT-S, whose
+            kernels take 117 and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
+        gain: at most this share of the time, else it is not worth a kernel of one's own.
+    """
+
+    half: float
+    fused_half: float
+    fused_tf32: float
+    instructions: float
+    exposed: float
+    separate: float
+    calls: float
+    call: float
+    gain: float
+
+
+MEASURED: Final = Measured(**json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["H100"])
+
+# Two programs share a multiprocessor: one multiplies while the other evaluates the function. Compiled, they take 104 KiB and 128
+# registers a thread each, also where two results are stored, which take turns in one piece of shared memory.
+_OVERLAPPING: Final = GemmTile(128, 128, 64, 8, 3, parts=4, programs=2)
+
+
+def linear_tile(sizes: GemmSizes, has_descriptors: bool) -> GemmTile:
+    """Blocks of the product that is finished with the function; has_descriptors: operands have tensor descriptors."""
+    is_large = sizes.rows >= _OVERLAPPING.block_m and sizes.columns >= _OVERLAPPING.block_n and sizes.depth >= _OVERLAPPING.block_k
+    return _OVERLAPPING if has_descriptors and sizes.itemsize == 2 and is_large else gemm_tile(sizes)
+
+
+def seconds_apart(rows: int, columns: int, depth: int, itemsize: int, gpu: GPU) -> float:
+    """Torch's product, and the function's own kernel, which reads and writes the result once more."""
+    result = rows * columns * itemsize
+    rate = MEASURED.half * gpu.half_rate if itemsize == 2 else gpu.float32_rate
+    product = max(2 * rows * columns * depth / rate, (rows * depth * itemsize + result) / gpu.bandwidth)
+    return max(MEASURED.calls, product + 2 * result / (MEASURED.separate * gpu.bandwidth))
+
+
+def seconds_fused(rows: int, columns: int, depth: int, itemsize: int, keep: bool, gpu: GPU) -> float:
+    """One kernel, which stores the product too if it is kept for the backward pass."""
+    m = MEASURED
+    moved = (rows * depth + (2 if keep else 1) * rows * columns) * itemsize
+    rate = m.fused_half * m.half * gpu.half_rate if itemsize == 2 else m.fused_tf32 * gpu.tf32_rate / 3
+    values = gpu.multiprocessors * gpu.instruction_rate / m.instructions
+    busy = 2 * rows * columns * depth / rate + m.exposed * rows * columns / values
+    return max(m.call, busy, moved / gpu.bandwidth)
+
+
+def fuses(rows: int, columns: int, depth: int, itemsize: int, keep: bool, gpu: GPU) -> bool:
+    """Whether one kernel is the faster way."""
+    apart = seconds_apart(rows, columns, depth, itemsize, gpu)
+    return seconds_fused(rows, columns, depth, itemsize, keep, gpu) < MEASURED.gain * apart

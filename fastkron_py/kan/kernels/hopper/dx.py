@@ -7,7 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fastkron_py.kan.hopper.ring import begin_operand, copied_bytes, share_of, units_of
+from fastkron_py.kan.kernels.hopper.basis import FIRST_AT, TERMS_AT, basis_value, begin_basis, next_degree, skip_first, skip_groups
+from fastkron_py.kan.kernels.hopper.ring import begin_operand, copied_bytes, share_of, units_of
 from fastkron_py.tiling.hopper import ROWS, allocate_ring, sum_steps, sums_layout
 from fastkron_py.tiling.products import known, tile_of
 
@@ -24,22 +25,19 @@ def _add_degrees(
     COUNT: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    TERMS: gl.constexpr,
-    PARAMS: gl.constexpr,
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
+    BASIS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """(acc plus each degree's part times its derivative, the state after them). Halved until one is left: no data leaves its thread."""
     if COUNT == 1:
         part = gl.convert_layout(parts, LAYOUT, assert_trivial=True)
-        acc += VALUE(state, gl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS) * part
-        return acc, STEP(state, d, TERMS, PARAMS)
+        acc += basis_value(state, gl.minimum(d, BASIS[TERMS_AT] - 1), table_ptr, BASIS) * part
+        return acc, next_degree(state, d, BASIS)
     else:
         HALF: gl.constexpr = COUNT // 2
         first, second = gl.split(gl.permute(gl.reshape(parts, [BLOCK_M, 2, HALF * BLOCK_N]), (0, 2, 1)))
-        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE, LAYOUT)
-        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE, LAYOUT)
+        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, BLOCK_M, BLOCK_N, BASIS, LAYOUT)
+        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, BLOCK_M, BLOCK_N, BASIS, LAYOUT)
 
 
 @gluon.jit
@@ -59,13 +57,7 @@ def _add_group(
     table_ptr,
     BLOCK_N: gl.constexpr,
     DEGREES: gl.constexpr,
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
-    PARAMS: gl.constexpr,
-    START: gl.constexpr,
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
-    NORM: gl.constexpr,
+    BASIS: gl.constexpr,
 ):
     """Dx plus a group's sums, times the derivatives; of a few columns at a time, for whose state there are registers.
 
@@ -77,20 +69,16 @@ def _add_group(
         dx0, dx1 = _halves(dx, 1, BLOCK_N)
         x0, x1 = _halves(x, 1, BLOCK_N)
         sums0, sums1 = _halves(sums, DEGREES, BLOCK_N)
-        dx0 = _add_group(dx0, sums0, x0, group, table_ptr, HALF, DEGREES, TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
-        dx1 = _add_group(dx1, sums1, x1, group, table_ptr, HALF, DEGREES, TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
+        dx0 = _add_group(dx0, sums0, x0, group, table_ptr, HALF, DEGREES, BASIS)
+        dx1 = _add_group(dx1, sums1, x1, group, table_ptr, HALF, DEGREES, BASIS)
         both = gl.reshape(gl.permute(gl.join(dx0, dx1), (0, 2, 1)), [ROWS, BLOCK_N])
         return gl.convert_layout(both, LAYOUT, assert_trivial=True)
     else:
         dx = gl.convert_layout(dx, LAYOUT, assert_trivial=True)
-        state = START(NORM(gl.convert_layout(x, LAYOUT, assert_trivial=True)), TERMS, PARAMS)
-        for skipped in gl.static_range(FIRST):
-            state = STEP(state, group * 0 + skipped, TERMS, PARAMS)
-        if TERMS - FIRST > DEGREES:
-            for skipped in range(0, group * DEGREES):
-                state = STEP(state, FIRST + skipped, TERMS, PARAMS)
-        d = FIRST + group * DEGREES
-        dx, state = _add_degrees(dx, state, d, sums, table_ptr, DEGREES, ROWS, BLOCK_N, TERMS, PARAMS, STEP, VALUE, LAYOUT)
+        state = begin_basis(gl.convert_layout(x, LAYOUT, assert_trivial=True), BASIS)
+        state = skip_groups(skip_first(state, group * 0, BASIS), group, DEGREES, BASIS)
+        d = BASIS[FIRST_AT] + group * DEGREES
+        dx, state = _add_degrees(dx, state, d, sums, table_ptr, DEGREES, ROWS, BLOCK_N, BASIS, LAYOUT)
         return dx
 
 
@@ -155,13 +143,7 @@ def _multiply(
     ring,
     sizes,
     stride_xm,
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
-    PARAMS: gl.constexpr,
-    START: gl.constexpr,
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
-    NORM: gl.constexpr,
+    BASIS: gl.constexpr,
     SLOPE: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
@@ -193,7 +175,7 @@ def _multiply(
             for group in range(start // blocks, gl.cdiv(stop, blocks)):
                 count = gl.minimum(stop, (group + 1) * blocks) - gl.maximum(start, group * blocks)
                 sums, step = sum_steps(ring, step, count, WIDTH, STAGES, FLUSH, PRECISION, True, HALF)
-                dx = _add_group(dx, sums, x, group, table_ptr, BLOCK_N, DEGREES, TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
+                dx = _add_group(dx, sums, x, group, table_ptr, BLOCK_N, DEGREES, BASIS)
             dx *= SLOPE(x)
             segment = first_segment * (tile == first_tile).to(gl.int64)
             out = dx_ptr + ((segment * rows + m)[:, None] * num_in + j[None, :])
@@ -234,10 +216,11 @@ def _poly_kan_pipelined_dx_kernel(
 ):
     """Tiles of dx: products with a few degrees' coefficients side by side, then their derivatives.
 
-    All tiles' steps are dealt out evenly to parts, as in `_poly_kan_pipelined_dcoef_kernel`.
+    All tiles' steps are shared out evenly to parts, as in `_poly_kan_pipelined_dcoef_kernel`.
     """
     GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
     TILE: gl.constexpr = (BLOCK_N, BLOCK_K, GROUPS, DEGREES, GROUP)
+    BASIS: gl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
     ring = allocate_ring(coef_desc.dtype, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 1)
     sizes = (rows, num_in, num_out, parts)
     gl.warp_specialize(
@@ -251,13 +234,7 @@ def _poly_kan_pipelined_dx_kernel(
                     ring,
                     sizes,
                     stride_xm,
-                    TERMS,
-                    FIRST,
-                    PARAMS,
-                    START,
-                    STEP,
-                    VALUE,
-                    NORM,
+                    BASIS,
                     SLOPE,
                     TILE,
                     STAGES,
@@ -276,13 +253,7 @@ def _poly_kan_pipelined_dx_kernel(
                     ring,
                     sizes,
                     stride_xm,
-                    TERMS,
-                    FIRST,
-                    PARAMS,
-                    START,
-                    STEP,
-                    VALUE,
-                    NORM,
+                    BASIS,
                     SLOPE,
                     TILE,
                     STAGES,

@@ -33,8 +33,8 @@ _TAGS: Final = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) 
 LIBRARY.define("running_range(Tensor own, Tensor running, Tensor after, Tensor handle) -> Tensor", tags=_TAGS)
 
 
-class Calls:
-    """Bounds of a layer's latest training batches. A copy of the layer, or one that is loaded, begins without.
+class RecentBounds:
+    """Bounds of a layer's recent training batches. A copy of the layer, or one that is loaded, has none.
 
     Attributes:
         handle: a number ``[]`` by which the operator finds these calls. As a tensor on the CPU: graphs are not compiled anew for the
@@ -46,11 +46,11 @@ class Calls:
         number = secrets.randbits(63)
         with _disable_current_modes():  # a layer made of fake tensors may get real ones later
             self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
-        _calls[number] = self
+        _recent[number] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle and copy."""
-        return Calls, ()
+        return RecentBounds, ()
 
     def follow(self, own: Tensor, running: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
         """The bounds ``[2, features]`` of a batch whose own are ``own [2, features]``, and the running range after it, of the same shape.
@@ -76,7 +76,7 @@ class Calls:
         return after, after
 
 
-_calls: WeakValueDictionary[int, Calls] = WeakValueDictionary()
+_recent: WeakValueDictionary[int, RecentBounds] = WeakValueDictionary()
 
 
 class _Latest:
@@ -141,8 +141,8 @@ def moved(running: Tensor, own: Tensor, momentum: float) -> Tensor:
 
 
 def _running_range(own: Tensor, running: Tensor, after: Tensor, handle: Tensor) -> Tensor:
-    """The operator; arguments as in `Calls.decide`, whose two results lie one after the other in ``[2, 2, features]``."""
-    calls = _calls.get(int(handle))
+    """The operator; arguments as in `RecentBounds.decide`, whose two results lie one after the other in ``[2, 2, features]``."""
+    calls = _recent.get(int(handle))
     if calls is None:
         raise RuntimeError(
             "running_range: the layer whose range this compiled graph follows is gone; keep it until after the backward pass"
