@@ -17,7 +17,7 @@ from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
 
 
-def _algorithm(mode: Mode, *_: bool) -> str:
+def _algorithm(mode: Mode) -> str:
     return "gemm" if mode.adds and takes_gemm(mode) else "matmul"
 
 
@@ -33,7 +33,7 @@ SHAPES = {
 def test_products(shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype, is_transposed in ((torch.bfloat16, False), (torch.float16, True)):
         force_products(monkeypatch, "matmul")
-        monkeypatch.setattr(torch_products, "multiply_algorithm", _algorithm)
+        monkeypatch.setattr(torch_products, "multiply_times", lambda mode: {_algorithm(mode): 1.0})
         names = watch_kernels(monkeypatch)
         torch.manual_seed(0)
         x, factors = problem(dtype, device, *shape)
