@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
@@ -32,12 +31,11 @@ class Ready(NamedTuple):
     after: tuple[Any, ...]
     launch: Callable[..., None]  # of the grid, the stream, `first`, and the kernel's arguments
     first: tuple[Any, ...]
-    is_packed: bool = False  # whether it takes the kernel's arguments as one tuple
 
     def bound(self, stream: int) -> Callable[[tuple[Any, ...]], None]:
         """The launch in a stream, of a tuple of the kernel's arguments."""
         launch = partial(self.launch, self.grid, 1, 1, stream, *self.first)
-        return launch if self.is_packed else lambda arguments: launch(*arguments)
+        return lambda arguments: launch(*arguments)
 
 
 def ready_of(compiled: Any, grid: tuple[int], between: tuple[Any, ...], after: tuple[Any, ...]) -> Ready | None:
@@ -49,33 +47,8 @@ def ready_of(compiled: Any, grid: tuple[int], between: tuple[Any, ...], after: t
             logger.warning("kernels are launched by the slower front door of Triton %s: %s", triton.__version__, found)
     if _obstacles[cls] is not None:
         return None
-    direct = _direct_arguments(compiled)
-    if direct is not None:
-        return Ready(grid[0], between, after, compiled.run.launch, direct, is_packed=True)
     first = (compiled.function, compiled.packed_metadata, None, None, None)
     return Ready(grid[0], between, after, compiled.run, first)
-
-
-def _direct_arguments(compiled: Any) -> tuple[Any, ...] | None:
-    """The arguments between the stream and the kernel's own of the C function that a launcher calls; None if it is called otherwise.
-
-    The launcher itself is Python, and takes as long as the launch. What it adds is the same each time, unless a kernel needs memory.
-    """
-    seen = []
-    try:
-        if "launch" not in type(compiled.run).__call__.__code__.co_names or not callable(compiled.run.launch):
-            return None  # it would launch what it is asked for here
-        for grid in ((2, 3, 5, 7), (11, 13, 17, 19)):
-            witness, operands, launcher = _Witness(compiled), (object(), object()), copy(compiled.run)
-            launcher.launch = witness.run
-            launcher(*grid, compiled.function, compiled.packed_metadata, None, None, None, *operands)
-            if witness.given[:5] != (*grid, compiled.function) or witness.given[-1] != operands:
-                return None
-            seen.append(witness.given[4:-1])
-    except Exception:  # whatever another version or driver does
-        return None
-    first, second = seen
-    return first if len(first) == len(second) and all([a is b for a, b in zip(first, second, strict=True)]) else None
 
 
 class _Witness:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
 
+from fastkron_py import families
 from fastkron_py.kron.families import slice_pair, whole_row
 from fastkron_py.kron.families.slice_pair import matrices_of, shared_memory, slice_pair_config, tiling, turns_of
 from fastkron_py.kron.kernels.epilogues import AXPBY, PLAIN, TO_FLOAT8, TO_INTEGERS, StoreEpilogue
@@ -58,7 +59,8 @@ def paired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(Problem, "half", property(lambda self: str(self.dtype).removeprefix("torch.")))
     monkeypatch.setattr(whole_row, "may_take", lambda problem: False)
     plan.cache_clear()
-    yield watch_kernels(monkeypatch)
+    with families(slice_pair.name, "tile", "narrow"):
+        yield watch_kernels(monkeypatch)
     plan.cache_clear()
 
 

@@ -79,34 +79,6 @@ def test_a_kernel_that_is_launched_as_expected(caplog: pytest.LogCaptureFixture)
     assert not caplog.records
 
 
-class Launcher:
-    """A launcher in Python over a function in C, as Triton's for CUDA."""
-
-    def __init__(self, launched: list[tuple[Any, ...]], has_scratch: bool, is_ordered: bool) -> None:
-        self.launch = lambda *given: launched.append(given)
-        self.has_scratch, self.is_ordered = has_scratch, is_ordered
-
-    def __call__(self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, *given: Any) -> None:
-        scratch = object() if self.has_scratch else None
-        first = (x, y, z, stream) if self.is_ordered else (stream, x, y, z)
-        self.launch(*first, function, False, metadata, *given[:3], scratch, given[3:])
-
-
-@pytest.mark.parametrize(("has_scratch", "is_ordered"), [(False, True), (True, True), (False, False)])
-def test_launchers_in_python_are_passed_where_they_add_the_same_each_time(has_scratch: bool, is_ordered: bool) -> None:
-    compiled: Any = Compiled()
-    compiled.run = Launcher(compiled.launched, has_scratch, is_ordered)
-    ready = ready_of(compiled, (7,), (), ())
-    assert ready is not None
-    assert not compiled.launched  # asking launches nothing
-    assert ready.is_packed is (is_ordered and not has_scratch)
-    ready.bound(11)(("pointer", 5))
-    first = (7, 1, 1, 11) if is_ordered else (11, 7, 1, 1)
-    (given,) = compiled.launched
-    assert given[:-2] == (*first, 12345, False, (4, 1, 0), None, None, None)
-    assert given[-1] == ("pointer", 5)
-
-
 @pytest.mark.parametrize("kind", [Ordered, Fewer, Nameless, Closed])
 def test_kernels_that_are_not_go_through_the_front_door(kind: type[Compiled], caplog: pytest.LogCaptureFixture) -> None:
     """With one warning for all of them."""

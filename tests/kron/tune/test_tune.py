@@ -106,6 +106,7 @@ def test_a_faster_choice_is_saved_and_taken_at_once(tables, monkeypatch):
     assert len(noted) == 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 def test_every_family_with_an_offer_is_tried(tables, monkeypatch):
     """On a CPU these are three; that of torch's products is made the fastest, and multiplies from then on."""
     monkeypatch.setattr(search, "ROUNDS", (2, 2))
@@ -124,6 +125,7 @@ def is_three_stages(launch):
     return isinstance(launch.config, ChainConfig) and (launch.config.num_warps, launch.config.num_stages) == (4, 3)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.parametrize(
     ("factors", "rows", "dtype", "wanted"),
     [
