@@ -326,10 +326,9 @@ class Mode(NamedTuple):
             run: slices of it that are one run of memory wherever it begins, if something comes after the mode.
 
         Returns:
-            "start" and "bytes"; "streamed", what does not fit into the cache; "elements", of which 16-bit ones need as many
-            instructions; "addresses", by which loads and stores of less
-            than 16 bytes are more; "sectors", of runs that share these with others; "in_place" and "crossing", bytes and elements that
-            are moved where something comes after the mode, and where tiles cross runs.
+            "start" and "bytes"; "streamed", what does not fit into the cache; "elements", of which 16-bit ones need as many instructions;
+            "addresses", by which loads and stores of less than 16 bytes are more; "sectors", of runs that share these with others;
+            "in_place" and "crossing", bytes and elements that are moved where something comes after the mode, and where tiles cross runs.
         """
         read, written = (self.batches * self.slices * side * self.itemsize / self.gpu.bandwidth for side in (self.p, self.q))
         small, elements = self.itemsize < WORD, WORD * (read + written) / self.itemsize

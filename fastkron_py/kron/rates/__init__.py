@@ -1,8 +1,9 @@
-"""What was measured of the families of kernels: for each GPU a file of figures, which the families' formulas of time take.
+"""What was measured of the families of kernels, a file for each GPU: prices of quantities, and figures of formulas.
 
-A formula is code: a start, and the longest, or the sum, of what memory, operations and movement on chip take. What a kernel reaches of a
-GPU's own bandwidth and rates (`runtime.gpu`) is a figure. A GPU whose kernels were not timed takes the figures of the one that it is most
-like; a file may name that one as ``"like"``, and hold what differs alone.
+The modelled time of a multiply's launch is the sum of its quantities, each times its price (`priced`). Families state the quantities, in
+seconds of the GPU's own bandwidth and rates (`runtime.gpu`), so that the same prices serve a GPU that was not timed. Backward passes, the
+host and choices of tiles have formulas, whose constants are figures (`figure`). A file may name another one as ``"like"``, and hold what
+differs alone.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
-_OVERLAP: Final = 4  # power of the sum
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fastkron_py.runtime.gpu import GPU
+
+_OVERLAP: Final = 4  # power of the sum of two times that overlap in part
 
 
 def figure(family: str, gpu: GPU, name: str, *keys: object) -> float:
