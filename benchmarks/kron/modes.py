@@ -120,16 +120,17 @@ def forced(algorithm: str) -> Iterator[None]:
         NotImplementedError: no kernel has this name.
     """
     from fastkron_py import families
-    from fastkron_py.kron import gradients
+    from fastkron_py.kron import gradients, planner
     from fastkron_py.kron.families import fragments_gradients, tile_gradients, torch_products, wgmma
 
     if algorithm not in ALGORITHMS:
         raise NotImplementedError(algorithm)
     (name,) = [name for name, own in FAMILIES.items() if own == algorithm] or [torch_products.name]
     family = {"looped": tile_gradients, "wgmma": wgmma, "chained": fragments_gradients}.get(algorithm, torch_products)
+    planner.plan.cache_clear()  # it knows the choice of another algorithm
     with (
         families(name),
-        patch.object(torch_products, "multiply_algorithm", lambda *_: algorithm),
+        patch.object(torch_products, "multiply_times", lambda _: {algorithm: 1.0}),
         patch.object(gradients, "chosen_family", lambda _: family),
         patch.object(torch_products, "gradient_algorithm", lambda _: algorithm),
     ):

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,8 @@ import triton
 from canonical_cases import backward, multiply
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
+
+from fastkron_py.kron.families import torch_products
 
 # name: (dtype, B, L, [(P, Q), ...], R)
 PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = {
@@ -93,6 +94,9 @@ POINTS: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {
 }
 
 
+TIMES = torch_products.multiply_times
+
+
 class H100:
     """As much of a driver as compiling asks for."""
 
@@ -157,12 +161,13 @@ def unguarded_stores(cubin: bytes) -> int:
 
 def choose_algorithm(algorithm: str) -> None:
     """Take this algorithm for gradients of wide factors, and, but for torch's product in place, the family that has it for products."""
-    from fastkron_py.kron import forward, gradients
-    from fastkron_py.kron.families import fragments_gradients, tile_gradients, torch_products, wgmma
+    from fastkron_py.kron import forward, gradients, planner
+    from fastkron_py.kron.families import fragments_gradients, tile_gradients, wgmma
 
-    names = {"wgmma": ("wgmma",), "looped": ("tile",), "copying": ("torch_products",)}.get(algorithm, ())
+    names = {"wgmma": ("wgmma",), "looped": ("tile", "narrow"), "copying": ("torch_products",)}.get(algorithm, ())
     forward.families_in_force = SimpleNamespace(get=lambda: names)  # type: ignore[assignment]
-    torch_products.multiply_algorithm = lambda *_: algorithm  # type: ignore[assignment]
+    torch_products.multiply_times = lambda mode: {algorithm: TIMES(mode).get(algorithm, 1.0)}  # type: ignore[assignment]
+    planner.plan.cache_clear()  # it knows the choice of another algorithm
     family = {"looped": tile_gradients, "wgmma": wgmma}.get(algorithm, torch_products)
     chosen = gradients.chosen_family
 
@@ -202,8 +207,7 @@ def main() -> None:
     from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.gpu import HOPPER
 
-    gpu = replace(HOPPER, multiprocessors=2)
-    devices.gpu_of = lambda device: gpu  # type: ignore[assignment]
+    devices.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     for problem, (dtype, groups, rows, shapes, columns) in PROBLEMS.items():
         k, n = (math.prod(s[i] for s in shapes) for i in (0, 1))

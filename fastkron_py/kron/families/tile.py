@@ -250,9 +250,15 @@ def offers(segment: Segment) -> list[Offer] | str:
     problem, found = segment.problem, list[Offer]()
     merge = (segment.ps, segment.qs, 0, len(segment.ps))
     for launch in dict.fromkeys(Launch(merged(*merge, width // problem.parts, problem.parts), name) for width in segment.widths):
-        if len(launch.steps) == 1 or is_chain(launch, problem.itemsize, segment.is_last):
+        if len(launch.steps) == 1 or (is_chain(launch, problem.itemsize, segment.is_last) and not _spills(launch, problem)):
             found.append(Offer(seconds(segment, launch), launch))
     return found or "a chain does not fit on chip"
+
+
+def _spills(launch: Launch, problem: Problem) -> bool:
+    """Whether a chain's sums in float64 do not fit into registers, where tensor cores read operands from these too."""
+    widest = max([launch.parts * max(s.p, s.q) for s in launch.steps])
+    return problem.itemsize == 8 and not problem.gpu.has_shared_operands and widest > CHAIN_WIDTH // 2
 
 
 def seconds(segment: Segment, launch: Launch) -> float:
