@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits_of, without
-from fastkron_py.kron.plan.steps import Launch, Step, balanced, merged, run_of
+from fastkron_py.kron.plan.steps import Launch, Step, balanced, chain_work, merged, run_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
 from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, is_power_of_two, next_power_of_two
@@ -293,21 +293,16 @@ def chained_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slice
 def chained_quantities(mode: Mode, steps: Sequence[Step], config: ChainedConfig) -> dict[str, float]:
     """Those of a chain in registers, whose elements change threads between two steps, and of one step."""
     pads = [(chained_pad(s.p), chained_pad(s.q)) for s in steps]
-    width, products, passed = math.prod([p for p, _ in pads]), 0, 0
-    first = width
-    for p, q in reversed(pads):
-        rest = width // p * q
-        products, passed = products + width * q, passed + width + rest
-        width = rest
+    work = chain_work(pads)
     tiles = mode.batches * ceil(mode.slices, config.block_s)
     turns, rounds = mode.rounds(tiles, config.programs_per_sm or max(1, MOST_WARPS // config.num_warps))
     moves, block = mode.moves(config.block_s, run_of(1, mode.after, config.block_s)), rounds * config.block_s
     is_masked = any([(s.p, s.q) != pad for s, pad in zip(steps, pads, strict=True)])
     return moves | {
         "rounds": turns * MICROSECOND,
-        "operations": mode.operating(2 * block * products),
-        "tiles": mode.moving(block * (first + width)),
-        "exchanged": mode.moving(block * (passed - first - width)),
+        "operations": mode.operating(2 * block * work.products),
+        "tiles": mode.moving(block * (work.read + work.written)),
+        "exchanged": mode.moving(block * (work.passed - work.read - work.written)),
         "masked": moves["bytes"] if is_masked else 0.0,
         "crowded": moves["bytes"] if config.num_warps == MOST_WARPS else 0.0,
         "wide_start": MICROSECOND if max(map(max, pads)) > CHAIN_WIDTH else 0.0,

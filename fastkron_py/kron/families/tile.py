@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from fastkron_py.kron.plan.steps import (
     DOT_SIDE,
     Launch,
+    chain_work,
     merged,
     padded,
     run_of,
@@ -219,19 +220,17 @@ def step_seconds(mode: Mode) -> float:
 
 def chain_quantities(mode: Mode, launch: Launch, config: ChainConfig) -> dict[str, float]:
     """Those of a chain, whose tiles pass through shared memory between two steps."""
-    width, products, passed = math.prod([s.p_pad for s in launch.steps]), 0, 0
-    first = width
-    for s in reversed(launch.steps):
-        rest = width // s.p_pad * s.q_pad
-        products, passed = products + width * s.q_pad * launch.parts**2, passed + (width + rest) * launch.parts
-        width = rest
+    parts, work = launch.parts, chain_work([(s.p_pad, s.q_pad) for s in launch.steps])
     _, rounds = mode.rounds(mode.batches * ceil(mode.slices, config.block_s), config.programs_per_sm)
-    exchanged, moves = mode.moving(rounds * config.block_s * passed), mode.moves(config.block_s, run_of(1, mode.after, config.block_s))
+    exchanged, moves = (
+        mode.moving(rounds * config.block_s * work.passed * parts),
+        mode.moves(config.block_s, run_of(1, mode.after, config.block_s)),
+    )
     return moves | {
-        "operations": mode.operating(2 * rounds * config.block_s * products),
+        "operations": mode.operating(2 * rounds * config.block_s * work.products * parts**2),
         "exchanged": exchanged,
-        "wide_exchanged": exchanged if max(first, width) * launch.parts > LARGE_CHAIN else 0.0,
-        "padding": moves["bytes"] * (first * width * launch.parts**2 / (mode.p * mode.q) - 1),
+        "wide_exchanged": exchanged if max(work.read, work.written) * parts > LARGE_CHAIN else 0.0,
+        "padding": moves["bytes"] * (work.read * work.written * parts**2 / (mode.p * mode.q) - 1),
     }
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 # The smallest side of a tensor-core product in Triton.
 DOT_SIDE: Final = 16
@@ -96,6 +96,32 @@ class Launch:
             width = width // s.p_pad * s.q_pad
             widest = max(widest, width)
         return widest * self.parts
+
+
+class ChainWork(NamedTuple):
+    """What a chain does to one slice, in elements with all padding.
+
+    Attributes:
+        read: before the first step.
+        written: after the last one.
+        products: multiply-adds of all steps.
+        passed: that the steps read and write, all together.
+    """
+
+    read: int
+    written: int
+    products: int
+    passed: int
+
+
+def chain_work(pads: Sequence[tuple[int, int]]) -> ChainWork:
+    """The work of a chain whose steps have these padded (P, Q); it runs from the last."""
+    read = width = math.prod([p for p, _ in pads])
+    products = passed = 0
+    for p, q in reversed(pads):
+        rest = width // p * q
+        products, passed, width = products + width * q, passed + width + rest, rest
+    return ChainWork(read, width, products, passed)
 
 
 def merged(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, width: int, parts: int = 1) -> tuple[Step, ...]:
