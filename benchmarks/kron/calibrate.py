@@ -18,7 +18,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -317,26 +317,30 @@ def report(rows: Sequence[Row]) -> None:
     for left_out in range(FOLDS):
         paid = prices([row for row in rows if fold[row.case] != left_out])
         told |= {row: modelled(row, paid) for row in rows if fold[row.case] == left_out}
-    grouped = defaultdict[tuple[Any, ...], list[Row]](list)
     for row in rows:
-        grouped[row.case].append(row)
         ratios[row.family, row.dtype].append(row.us / max(told[row], 1e-3))
     for (family, dtype), found in sorted(ratios.items()):
         if len(found) > 1:
             low, *_, high = statistics.quantiles(found, n=10)
             spread = f"{len(found):4} launches, measured over modelled: median {statistics.median(found):.2f}"
             print(f"{family:14} {dtype:9} {spread}, {low:.2f} to {high:.2f}")
-    for dtype in dict.fromkeys(row.dtype for row in rows):
-        losses = []
-        for case, found in grouped.items():
-            in_place = [row for row in found if not row.to_front]
-            if case[0] == dtype and in_place:
-                chosen, best = min(in_place, key=lambda row: told[row]), min(in_place, key=lambda row: row.us)
-                losses.append((chosen.us / best.us, chosen, best))
-        mean = math.exp(statistics.mean([math.log(loss) for loss, _, _ in losses]))
-        print(f"{dtype}: choices take {mean:.3f} times the best, in geometric mean over {len(losses)}")
-        for loss, chosen, best in sorted(losses, reverse=True)[:WORST]:
+    for dtype, made in losses(rows, told).items():
+        mean = math.exp(statistics.mean([math.log(loss) for loss, _, _ in made]))
+        print(f"{dtype}: choices take {mean:.3f} times the best, in geometric mean over {len(made)}")
+        for loss, chosen, best in sorted(made, reverse=True)[:WORST]:
             print(f"  {loss:.2f} {'x'.join(map(str, chosen[1:5]))}: {chosen.family} {chosen.us:.1f}, best {best.family} {best.us:.1f}")
+
+
+def losses(rows: Sequence[Row], told: Mapping[Row, float]) -> dict[str, list[tuple[float, Row, Row]]]:
+    """The time of each case's choice over that of its best launch, of launches in place, with both; by dtype."""
+    cases, found = defaultdict[tuple[Any, ...], list[Row]](list), defaultdict[str, list[tuple[float, Row, Row]]](list)
+    for row in rows:
+        if not row.to_front:
+            cases[row.case].append(row)
+    for (dtype, *_), launches in cases.items():
+        chosen, best = min(launches, key=lambda row: told[row]), min(launches, key=lambda row: row.us)
+        found[dtype].append((chosen.us / best.us, chosen, best))
+    return dict(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import random
 import statistics
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +66,8 @@ def test_recorded_times_follow_the_prices(rows: list[calibrate.Row]) -> None:
 
 def losses(rows: list[calibrate.Row], prices: dict[str, Any]) -> dict[str, float]:
     """Times of the choices over those of the best launches, in geometric mean, by dtype."""
-    cases = defaultdict[tuple[Any, ...], list[calibrate.Row]](list)
-    for row in rows:
-        if not row.to_front:
-            cases[row.case].append(row)
-    found = defaultdict[str, list[float]](list)
-    for case, launches in cases.items():
-        chosen = min(launches, key=lambda row: calibrate.modelled(row, prices))
-        found[case[0]].append(math.log(chosen.us / min([row.us for row in launches])))
-    return {dtype: math.exp(statistics.mean(logs)) for dtype, logs in found.items()}
+    found = calibrate.losses(rows, {row: calibrate.modelled(row, prices) for row in rows})
+    return {dtype: math.exp(statistics.mean([math.log(loss) for loss, _, _ in made])) for dtype, made in found.items()}
 
 
 def test_every_launch_of_random_cases_has_quantities_and_a_program() -> None:
