@@ -166,7 +166,7 @@ def graphed(call: Call) -> Call:
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # a capture that fails leaves its own stream behind
         result = call()
 
     def replay() -> object:

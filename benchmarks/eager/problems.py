@@ -89,17 +89,24 @@ class Problem:
             return list(torch.autograd.grad(y, given, self.dy.double())) if self.needs_gradients else [y]
 
     @cached_property
-    def launches(self) -> tuple[int, int]:
-        """How many nodes the CUDA graphs of this library's forward and of its backward pass have; 1 and 3 where there are no graphs."""
+    def launches(self) -> tuple[int, int] | None:
+        """How many nodes the CUDA graphs of this library's forward and of its backward pass have; None if there can be no graphs."""
         if self.given[0].device.type != "cuda":
-            return 1, 3
-        with torch.set_grad_enabled(self.needs_gradients):
-            forward = graph_nodes(lambda: self.ours(*self.given))
-        return forward, graph_nodes(self.call(self.ours)) - forward if self.needs_gradients else 0
+            return None
+        try:
+            with torch.set_grad_enabled(self.needs_gradients):
+                forward = graph_nodes(lambda: self.ours(*self.given))
+            return forward, graph_nodes(self.call(self.ours)) - forward if self.needs_gradients else 0
+        except RuntimeError:  # as in `K.solve`: torch.linalg.solve waits for the device, which no capture permits
+            return None
 
 
 def graph_nodes(call: Callable[[], Any]) -> int:
-    """The number of launches and copies of a call, as a CUDA graph holds them."""
+    """The number of launches and copies of a call, as a CUDA graph holds them.
+
+    Raises:
+        RuntimeError: the call cannot be captured.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -107,7 +114,7 @@ def graph_nodes(call: Callable[[], Any]) -> int:
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph, count = torch.cuda.CUDAGraph(keep_graph=True), ctypes.c_size_t()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # a capture that fails leaves its own stream behind
         held = call()
     failed = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
     del held

@@ -49,6 +49,25 @@ def test_the_bare_function_launches_as_told() -> None:
     assert launched == [2, 5]
 
 
+def test_a_call_that_cannot_be_captured_has_no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(call: Any) -> int:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    class OnGpu:
+        device = torch.device("cuda")
+
+    problem, of_cpu = (problems.inputs({"layer": "K.solve", "dtype": "float32", "kind": "forward"}, CPU) for _ in range(2))
+    object.__setattr__(problem, "given", (OnGpu(),))
+    monkeypatch.setattr(problems, "graph_nodes", fails)
+    assert problem.launches is None
+    of_cpu.__dict__["launches"] = None
+    assert calls._bare(of_cpu)().shape == of_cpu.dy.shape
+    assert registered()["eager"].details(problem) == {}
+    monkeypatch.setattr(problems, "graph_nodes", lambda call: 4)
+    del problem.__dict__["launches"]
+    assert registered()["eager"].details(problem) == {"launches": (4, 0)}
+
+
 def test_rows_are_those_that_drawn_draws() -> None:
     chosen, of_seeds = problems.chosen_cases(), problems.cases(Draw(3, 4, seeds=2), CPU)
     assert of_seeds[: len(chosen)] == chosen
