@@ -121,7 +121,7 @@ def check_coefficients(problem: RationalProblem, gradients: Sequence[Tensor]) ->
 def _ours(problem: RationalProblem) -> Call:
     x, a, b, dy = problem.x, problem.a, problem.b, problem.dy
     if problem.backward:
-        return lambda: torch.ops.fastkron.rational_backward(dy, x, a, b, True, True, "A", "")
+        return lambda: torch.ops.fastkron.rational_backward(dy, x, a, b, True, True, True, "A", dy.dtype, "")
     return lambda: fastkron_py.rational(x, a, b, version="A")
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, linear
 import fastkron_py
 from benchmarks.registry import Benchmark, Call, Case, Contender, register
 from fastkron_py import reference
-from fastkron_py.rational import torch_backend as torch_rational
+from fastkron_py.rational import torch_backend
 
 CHECKED_ROWS = 1024
 GROUPS = 8
@@ -127,7 +127,9 @@ class BackwardProblem:
         a, b, weight = self.a.double(), self.b.double(), self.weight.double()
 
         def of(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return torch_rational.gradients(dy.double() @ weight, z.double(), a, b, "B")
+            leaves = [t.double().requires_grad_() for t in (z, a, b)]
+            dz, da, db = torch.autograd.grad(torch_backend.evaluate(*leaves, "B", torch.float64), leaves, dy.double() @ weight)
+            return dz, da, db
 
         dz = of(self.dy[::step], self.z[::step])[0]
         parts = [of(dy, z)[1:] for dy, z in zip(self.dy.split(CHECKED_ROWS), self.z.split(CHECKED_ROWS), strict=True)]
@@ -149,7 +151,7 @@ def check_backward(problem: BackwardProblem, result: Any) -> float:
 
 def _in_turn(problem: BackwardProblem) -> Call:
     p = problem
-    return lambda: torch.ops.fastkron.rational_backward(p.dy @ p.weight, p.z, p.a, p.b, True, True, "B", "")
+    return lambda: torch.ops.fastkron.rational_backward(p.dy @ p.weight, p.z, p.a, p.b, True, True, True, "B", p.z.dtype, "")
 
 
 def _in_the_product(problem: BackwardProblem) -> Call:

@@ -18,7 +18,8 @@ from torch import Tensor
 from fastkron_py.kan import program, torch_backend
 from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.eager import takes_fast_path, wants_gradient
-from fastkron_py.runtime.operator import GradientCall, Operator, Saved, second_order
+from fastkron_py.runtime.operator import GradientCall, Operator, Saved
+from fastkron_py.runtime.operator_pair import gradient_operator
 from fastkron_py.runtime.precision import torch_products
 from fastkron_py.tiling.torch_products import column_sums
 
@@ -26,7 +27,7 @@ from fastkron_py.tiling.torch_products import column_sums
 _OPTIONS: Final = "str basis, str normalization, int table_size, str? precision, str backend"
 
 
-# ---- the layer -----------------------------------------------------------------------------------
+_TENSORS: Final = "Tensor x, Tensor coefficients, Tensor? bias"
 
 
 def _fake(x: Tensor, coefficients: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -40,13 +41,13 @@ def _in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> Tensor:
 
 
 def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
-    return GradientCall.of(poly_kan_backward, (dy, *saved.tensors[:2]), (*saved.needs, *saved.options), saved.needs)
+    return GradientCall.of(poly_kan_backward, (dy, *saved.tensors), (*saved.needs, *saved.options), saved.needs)
 
 
 def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
-    x, coefficients, _ = saved.tensors
-    if _is_derived_by_torch((dy, x, coefficients), saved.options):
-        return take(_derived_by_torch(dy, x, coefficients, saved.needs, saved.options), saved.needs)
+    tensors = (dy, *saved.tensors[:2])
+    if _is_derived_by_torch(tensors, saved.options):
+        return take(_derived_by_torch(*tensors, saved.needs, saved.options), saved.needs)
     return _gradient_call(saved, dy).run(dy)
 
 
@@ -65,11 +66,7 @@ def _derived_by_torch(dy: Tensor, x: Tensor, coefficients: Tensor, needs: Sequen
         own = [t.view_as(t) if t.requires_grad else t for t in (x, coefficients)]  # gradients of this use alone
         y = _in_torch((*own, None), options)
         found += torch.autograd.grad(y, program.wanted(own, needs[:2]), dy, create_graph=True)
-    return [*found, _column_sums(dy)] if needs[2] else found
-
-
-def _column_sums(dy: Tensor) -> Tensor:
-    return column_sums(dy.reshape(-1, dy.shape[-1]))
+    return [*found, column_sums(dy.reshape(-1, dy.shape[-1]))] if needs[2] else found
 
 
 def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
@@ -79,59 +76,20 @@ def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Seque
     return vmap_by_sample(poly_kan.registered, size, dims, tensors, options)
 
 
-# ---- its gradients -------------------------------------------------------------------------------
-
-
-def _fake_backward(
-    dy: Tensor, x: Tensor, coefficients: Tensor, need_x: bool, need_coefficients: bool, need_bias: bool, *options: Any
-) -> list[Tensor]:
-    found = program.wanted((x, coefficients), (need_x, need_coefficients))
-    return [t.new_empty(t.shape) for t in found] + ([dy.new_empty(dy.shape[-1:])] if need_bias else [])
-
-
-def _gradients_in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> list[Tensor]:
-    dy, x, coefficients = tensors
-    *needs, basis, normalization, table_size, precision, backend = options
-    about = (basis, normalization, table_size, precision, backend)
-    pull_back = torch.func.vjp(lambda x, c: _in_torch((x, c, None), about), x, coefficients)[1]
-    return program.wanted((*pull_back(dy), _column_sums(dy)), needs)
-
-
-def _backward_second(saved: Saved, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-    *needs, basis, normalization, table_size, precision, _ = saved.options
-    dy, x, coefficients = saved.tensors
-    of_x, of_coefficients, of_bias = take(cotangents, needs)
-    found: tuple[Tensor | None, ...] = (None, None, None)
-    if of_x is not None or of_coefficients is not None:
-        layer = program.layer_of(coefficients, basis, normalization, table_size)
-        with torch_products(x, precision):
-            found = second_order(lambda x, c: torch_backend.forward(x, c, None, layer), dy, (x, coefficients), (of_x, of_coefficients))
-    if of_bias is None:
-        return found
-    of_dy = of_bias.expand(dy.shape)
-    return of_dy if found[0] is None else found[0] + of_dy, *found[1:]
-
-
-def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
-    return vmap_by_sample(poly_kan_backward.registered, size, dims, tensors, options)
-
-
 poly_kan = Operator(
-    f"poly_kan(Tensor x, Tensor coefficients, Tensor? bias, {_OPTIONS}) -> Tensor",
+    f"poly_kan({_TENSORS}, {_OPTIONS}) -> Tensor",
     program=program.forward,
     fake=_fake,
     backward=_backward,
     gradient_call=_gradient_call,
     vmap=_vmap,
     in_torch=_in_torch,
-    unsaved=(2,),
 )
-poly_kan_backward = Operator(
-    "poly_kan_backward(Tensor dy, Tensor x, Tensor coefficients, bool need_x, bool need_coefficients, bool need_bias, "
-    f"{_OPTIONS}) -> Tensor[]",
+poly_kan_backward = gradient_operator(
+    "poly_kan_backward",
+    _TENSORS,
+    _OPTIONS,
     program=program.gradients,
-    fake=_fake_backward,
-    backward=_backward_second,
-    vmap=_vmap_backward,
-    in_torch=_gradients_in_torch,
+    in_torch=_in_torch,
+    context=lambda dy, options: torch_products(dy, options[3]),
 )

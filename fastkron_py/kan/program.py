@@ -47,12 +47,12 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     """The program of `fastkron::poly_kan_backward`."""
-    dy, x, coefficients = tensors
+    dy, x, coefficients, _ = tensors
     need_x, need_coefficients, need_bias, *layer_key, precision, backend = options
     needs = (need_x, need_coefficients, need_bias)
     layer = layer_of(coefficients, *layer_key)
     build = Builder(tensors, _most_shared(x, coefficients))
-    operands = tuple(build.inputs)
+    operands = tuple(build.inputs[:3])
     if not x.numel() or not dy.numel() or backend_of(backend, x, layer) == "torch":
         found = _add_gradients_by_torch(build, operands, needs, layer, precision)
     else:

@@ -15,7 +15,6 @@ from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import REAL_DTYPES, check_dense
-from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, autocasted
 
@@ -196,9 +195,8 @@ def _fused(x: Tensor, weight: Tensor, bias: Tensor | None, numerator: Tensor, de
     if not operator.is_fused(*tensors, dtype):
         return None
     x, (weight,), bias = autocasted(x, [weight], bias)
-    call = operator.linear_rational_saving if wants_gradient(tensors) else operator.linear_rational
     # Under autocast it is called on other tensors than these.
-    y: Tensor = call(x, weight, bias, numerator, denominator, version, key=key if dtype is None else None)
+    y: Tensor = operator.linear_rational(x, weight, bias, numerator, denominator, version, key=key if dtype is None else None)
     return y
 
 

@@ -341,7 +341,7 @@ def linear_rational(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool
         tensors: x ``[..., K]``, float16, bfloat16 or float32, not empty; weight ``[N, K]``, like x; bias ``[N]`` or None; numerator
             ``[G, m + 1]`` or ``[1, m + 1]``, G dividing N; denominator ``[G, n]`` or ``[1, n]``, of version C with b_0 first.
         options: the denominator's name.
-        keep: also return z.
+        keep: also return z, for the backward pass.
     """
     (version,) = options
     build = Builder(tensors)
@@ -355,4 +355,4 @@ def linear_rational(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool
     call = Gemm(epilogue_rational if keep else epilogue_plain, value=value_rational, params=about, functions=functions)
     coefficients = build.contiguous(a), build.contiguous(b)
     add_gemm(build, x, weight, bias, call, y, pair=z, tensors=coefficients, tile=_linear_tile(build, x, weight, keep))
-    return build.program([y] if z is None else [y, z], [shape] if z is None else [shape, shape])
+    return build.program([y] if z is None else [y, z], [shape] if z is None else [shape, shape], saved=int(keep))

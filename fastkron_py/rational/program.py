@@ -12,6 +12,7 @@ from torch.nn.functional import layer_norm, linear
 from fastkron_py.rational import torch_backend
 from fastkron_py.rational.plan import Runs, find_runs, takes_rows
 from fastkron_py.runtime.backend import choose_backend
+from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.runtime.program import Program
@@ -27,11 +28,14 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     """The program of `fastkron::rational_backward`."""
-    need_x, need_coefficients, version, backend = options
+    *needs, version, _, backend = options
+    need_x, need_a, need_b = needs
     build = Builder(tensors)
     dy, x, a, b = build.inputs
-    needs = need_x, need_coefficients
-    return build.program(add_gradients(build, dy, x, a, b, needs, version, choose_backend(backend, tensors[1])))
+    both = need_x, need_a or need_b  # the gradients of coefficients come together
+    found = add_gradients(build, dy, x, a, b, both, version, choose_backend(backend, tensors[1]))
+    made = take(found, (need_x, both[1], both[1]))
+    return build.program([t for t, need in zip(made, needs, strict=True) if need])
 
 
 def rational_linear(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:

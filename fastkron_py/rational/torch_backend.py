@@ -1,7 +1,7 @@
 """The group-wise rational function in torch operations: the torch backend, and the operations of higher derivatives.
 
-`forward` and `backward` go block by block, so that intermediates stay in the cache, and write over them. `gradients` and `tangent`
-take whole tensors; autograd can differentiate and torch.func transform them, any number of times.
+`forward` and `backward` go block by block, so that intermediates stay in the cache, and write over them. `evaluate` takes whole tensors;
+autograd can differentiate and torch.func transform it, any number of times.
 """
 
 from __future__ import annotations
@@ -123,57 +123,12 @@ def _as_gradient(total: Tensor, c: Tensor) -> Tensor:
 # ---- of whole tensors ----------------------------------------------------------------------------
 
 
-def _grouped(t: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """``[..., C]`` as ``[..., G, C / G]``."""
-    return t.to(dtype).reshape(*t.shape[:-1], groups, t.shape[-1] // groups)
-
-
-def _to_groups(t: Tensor, shared: bool) -> Tensor:
-    """Sum ``[..., G, C / G]`` to ``[G]``, or to ``[1]`` for shared coefficients."""
-    total = t.sum(-1).flatten(0, -2).sum(0) if t.ndim > 2 else t.sum(-1)
-    return total.sum(0, keepdim=True) if shared else total
-
-
-def gradients(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, da, db) of ``P(x) / Q(x)``, by the formula.
-
-    Args:
-        dy: ``[..., C]``.
-        x: ``[..., C]``.
-        a: ``[G, m + 1]`` or ``[1, m + 1]``.
-        b: ``[G, n]`` or ``[1, n]``.
-        version: of the denominator.
-    """
-    compute = wide_dtype(x.dtype, a.dtype, b.dtype)
-    groups = max(a.shape[0], b.shape[0])
-    t, g = _grouped(x, groups, compute), _grouped(dy, groups, compute)
-    p, dp = host_polynomial_slope(_columns(a, t, compute), t)
-    q, dq, dq_db = find_denominator(version).host_derivatives(_columns(b, t, compute), t)
-    u = g / q
-    v = -u * p / q
-    da = [_to_groups(term, a.shape[0] == 1) for term in host_multiples(u, t, a.shape[1])]
-    db = [_to_groups(v * slope, b.shape[0] == 1) for slope in dq_db]
-    dx = torch.addcmul(u * dp, v, dq).flatten(-2)
-    return dx.to(x.dtype), torch.stack(da, -1).to(a.dtype), torch.stack(db, -1).to(b.dtype)
-
-
-def tangent(x: Tensor, a: Tensor, b: Tensor, tx: Tensor | None, ta: Tensor | None, tb: Tensor | None, version: str) -> Tensor:
-    """The derivative of ``P(x) / Q(x)`` in the direction (tx, ta, tb), in the dtype of the arithmetic."""
-    compute = wide_dtype(x.dtype, a.dtype, b.dtype)
-    groups = max(a.shape[0], b.shape[0])
-    t = _grouped(x, groups, compute)
-    p, dp = host_polynomial_slope(_columns(a, t, compute), t)
-    q, dq, dq_db = find_denominator(version).host_derivatives(_columns(b, t, compute), t)
-    tp = tq = torch.zeros_like(t)
-    if tx is not None:
-        step = _grouped(tx, groups, compute)
-        tp, tq = tp + dp * step, tq + dq * step
-    if ta is not None:
-        tp = tp + host_polynomial(_columns(ta, t, compute), t)
-    if tb is not None:
-        for slope, step in zip(dq_db, _columns(tb, t, compute), strict=True):
-            tq = tq + step * slope
-    return ((tp - p / q * tq) / q).flatten(-2)
+def evaluate(x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype) -> Tensor:
+    """``P(x) / Q(x)`` of ``x [..., C]``, in this dtype; differentiable to any order, by every transform of torch."""
+    compute, groups = wide_dtype(x.dtype, a.dtype, b.dtype), max(a.shape[0], b.shape[0])
+    t = x.to(compute).reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+    q = find_denominator(version).host_value(_columns(b, t, compute), t)
+    return (host_polynomial(_columns(a, t, compute), t) / q).flatten(-2).to(dtype)
 
 
 # ---- steps of programs, on runs of memory as the kernels do ----------------------------------------

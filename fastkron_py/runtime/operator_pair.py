@@ -17,14 +17,14 @@ from fastkron_py.runtime.program import Program
 def gradient_schema(name: str, tensors: str, kept: str, options: str) -> str:
     """The schema of `gradient_operator`."""
     needs = ", ".join([f"bool need_{argument.split()[-1]}" for argument in tensors.split(", ")])
-    return f"{name}(Tensor dy, {tensors}, {kept}, {needs}, {options}) -> Tensor[]"
+    return f"{name}({', '.join(filter(None, ('Tensor dy', tensors, kept, needs, options)))}) -> Tensor[]"
 
 
-def fake_gradients(count: int) -> Callable[..., list[Tensor]]:
-    """The fake of `gradient_operator` with this number of tensors beside dy."""
+def fake_gradients(count: int, kept: bool = True) -> Callable[..., list[Tensor]]:
+    """The fake of `gradient_operator` with this number of tensors beside dy; kept: whether there is one that only the program reads."""
 
     def fake(_: Tensor, *arguments: Any) -> list[Tensor]:
-        given, needs = arguments[:count], arguments[count + 1 : 2 * count + 1]
+        given, needs = arguments[:count], arguments[count + kept : 2 * count + kept]
         return [t.new_empty(t.shape) for t, need in zip(given, needs, strict=True) if need and t is not None]
 
     return fake
@@ -35,10 +35,11 @@ def gradient_operator(
     tensors: str,
     options: str,
     *,
-    kept: str,
     program: Callable[..., Program],
     in_torch: Callable[..., Tensor],
-    context: Callable[[Tensor, Sequence[Any]], contextlib.AbstractContextManager[Any]],
+    kept: str = "",
+    fake: Callable[..., list[Tensor]] | None = None,
+    context: Callable[[Tensor, Sequence[Any]], contextlib.AbstractContextManager[Any]] = lambda dy, options: contextlib.nullcontext(),
     **others: Any,
 ) -> Operator:
     """Declare ``NAME(dy, tensors, kept, a flag for each tensor, options)``, the gradients of the tensors whose flags are set.
@@ -49,9 +50,10 @@ def gradient_operator(
         name: of the operator.
         tensors: the arguments that have gradients, as a schema has them: "Tensor x, Tensor? bias".
         options: the arguments that are no tensors, as a schema has them.
-        kept: an argument that only the program reads, made of the others: it has no gradient.
         program: from (tensors, options) to the program of the gradients.
         in_torch: from (tensors, options) to the result that dy is the gradient of, by operations of torch.
+        kept: an argument that only the program reads, made of the others: it has no gradient. Empty if there is none.
+        fake: of the operator; None where all gradients are contiguous.
         context: from (dy, options) to the settings in which torch derives it.
         **others: of `Operator`.
 
@@ -93,7 +95,7 @@ def gradient_operator(
     operator = Operator(
         gradient_schema(name, tensors, kept, options),
         program=program,
-        fake=fake_gradients(count),
+        fake=fake or fake_gradients(count, bool(kept)),
         backward=second,
         vmap=vmap,
         in_torch=gradients_in_torch,

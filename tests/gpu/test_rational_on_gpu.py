@@ -74,13 +74,13 @@ def test_the_papers_error_setting_at_an_eighth() -> None:
     x, dy = (torch.randn(128, 197, 768, device="cuda") for _ in range(2))
     a, b = torch.randn(8, 6, device="cuda"), torch.randn(8, 4, device="cuda")
     run = torch.ops.fastkron.rational_backward
-    _, da, db = run(dy, x, a, b, True, True, "A", "triton")
+    _, da, db = run(dy, x, a, b, True, True, True, "A", x.dtype, "triton")
     wide = [t.double() for t in (dy, x, a, b)]
-    _, want_a, want_b = run(*wide, True, True, "A", "torch")
+    _, want_a, want_b = run(*wide, True, True, True, "A", torch.float64, "torch")
     for found, want in ((da, want_a), (db, want_b)):
         assert float((found - want).abs().mean()) < 4.3e-7 * float(want.abs().mean())  # half of FlashKAT's, relatively
     for _ in range(9):
-        again = run(dy, x, a, b, True, True, "A", "triton")
+        again = run(dy, x, a, b, True, True, True, "A", x.dtype, "triton")
         assert torch.equal(again[1], da)
         assert torch.equal(again[2], db)
 
@@ -89,10 +89,10 @@ def test_memory() -> None:
     """A backward pass holds dx and partial sums, nothing of x's size besides."""
     x, dy = (torch.randn(256, 197, 768, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     p = problem((1, 768), 8, device="cuda")
-    torch.ops.fastkron.rational_backward(dy, x, p.a, p.b, True, True, "B", "triton")
+    torch.ops.fastkron.rational_backward(dy, x, p.a, p.b, True, True, True, "B", x.dtype, "triton")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    result: list[Tensor] = torch.ops.fastkron.rational_backward(dy, x, p.a, p.b, True, True, "B", "triton")
+    result: list[Tensor] = torch.ops.fastkron.rational_backward(dy, x, p.a, p.b, True, True, True, "B", x.dtype, "triton")
     assert torch.cuda.max_memory_allocated() - before < 1.02 * x.numel() * 2
     assert len(result) == 3
 

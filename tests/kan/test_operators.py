@@ -64,9 +64,9 @@ def test_vmap_of_the_operators(backend_name: str, device: torch.device, generato
     for dims in ((0, None), (None, 0), (0, 0)):
         arguments = [a if d is None else s for a, s, d in zip((x, c), (xs, cs), dims, strict=True)]
         y = torch.vmap(lambda a, b: FORWARD(a, b, bias, *described), in_dims=dims)(*arguments)
-        found = torch.vmap(lambda a, b, g: BACKWARD(g, a, b, True, True, True, *described), in_dims=(*dims, 0))(*arguments, dys)
+        found = torch.vmap(lambda a, b, g: BACKWARD(g, a, b, bias, True, True, True, *described), in_dims=(*dims, 0))(*arguments, dys)
         for i in range(2):
             a, b = (t if d is None else t[i] for t, d in zip(arguments, dims, strict=True))
             assert_close(y[i], FORWARD(a, b, bias, *described), rms_tol=1e-13, max_tol=1e-13)
-            for mine, alone in zip(found, BACKWARD(dys[i], a, b, True, True, True, *described), strict=True):
+            for mine, alone in zip(found, BACKWARD(dys[i], a, b, bias, True, True, True, *described), strict=True):
                 assert_close(mine[i], alone, rms_tol=1e-13, max_tol=1e-13)

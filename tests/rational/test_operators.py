@@ -49,7 +49,7 @@ def test_opcheck_of_layouts(backend_name: str, device: torch.device) -> None:
         }
         x = change[layout](x)
         torch.library.opcheck(FORWARD, (x, a, b, "B", dtype, backend_name))
-        torch.library.opcheck(BACKWARD, (change[layout](dy).to(dtype), x, a, b, True, True, "B", backend_name))
+        torch.library.opcheck(BACKWARD, (change[layout](dy).to(dtype), x, a, b, True, True, True, "B", dtype, backend_name))
 
 
 # ---- derivatives -------------------------------------------------------------------------------
