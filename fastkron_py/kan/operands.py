@@ -8,26 +8,16 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from fastkron_py.kan.kernels.forward import _column_sums_kernel, _constant_kernel, _spread_sums_kernel
 from fastkron_py.kan.kernels.operands import _low_halves_kernel, _transpose_both_kernel, _transpose_kernel
 from fastkron_py.kan.launches import whole_vectors
 from fastkron_py.runtime.builder import Builder, describe
-from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.runtime.precision import wide_dtype
+from fastkron_py.tiling.torch_products import column_sums
 
 _TILE: Final = 64  # rows and columns of a tile that is transposed
 _LOW_BLOCK: Final = 1024
-# Few blocks one after the other: a program waits for each of them.
-_RUN: Final = 128  # rows that one program of the first stage adds up, in one block
-_COLUMNS: Final = 64  # of it
-_MOST: Final = 512  # rows that are added up in one stage
-_OUTPUTS, _INPUTS = 16, 256  # of a block of dC[0]
-_SUMMED: Final = 4  # rows of C[0] in a program
-_LONGEST: Final = 1024  # of their columns in a block
 
 
 def _launch(build: Builder, kernel: Any, programs: int, operands: tuple[Tensor, ...], **arguments: Any) -> None:
@@ -175,33 +165,20 @@ def _transpose(build: Builder, t: Tensor, results: tuple[Tensor, ...], stride: i
 
 def constant(build: Builder, coefficients: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The numbers ``[O]`` that degree 0 and the bias add to every row of y, of contiguous coefficients ``[terms, O, I]``."""
-    _, num_out, num_in = coefficients.shape
-    out = build.empty((num_out,), dtype)
-    operands = (coefficients, coefficients if bias is None else bias, out)
-    blocks = {"BLOCK_N": _SUMMED, "BLOCK_K": min(_LONGEST, next_power_of_two(num_in)), "num_warps": 4}
-    sizes = {"num_out": num_out, "num_in": num_in}
-    _launch(build, _constant_kernel, -(-num_out // _SUMMED), operands, **sizes, HAS_BIAS=bias is not None, **blocks)
-    return out
+
+    def call(c: Tensor, *bias: Tensor) -> Tensor:
+        sums = c[0].sum(-1, dtype=dtype)
+        return sums + bias[0] if bias else sums
+
+    operands = (coefficients,) if bias is None else (coefficients, bias)
+    found: Tensor = build.call(call, operands, describe(coefficients.shape[1:2], dtype))
+    return found
 
 
 def store_column_sums(build: Builder, x: Tensor, out: Tensor) -> None:
-    """Store sums of the columns of ``x [M, O]``, whose rows are runs of memory, as ``out[0]`` of contiguous ``out [terms, O, I]``."""
-    rows, num_out = x.shape
-    if rows > _MOST:
-        runs = -(-rows // _RUN)
-        sums = build.empty((runs, num_out), wide_dtype(x.dtype))
-        first_blocks = {"RUN": _RUN, "BLOCK_M": _RUN, "BLOCK_N": _COLUMNS, "num_warps": 8}
-        programs = runs * -(-num_out // _COLUMNS)
-        _launch(build, _column_sums_kernel, programs, (x, sums), rows=rows, columns=num_out, stride=x.stride(0), **first_blocks)
-        x, rows = sums, runs
-    num_in = out.shape[2]
-    sizes = {"rows": rows, "num_out": num_out, "num_in": num_in, "stride": x.stride(0)}
-    blocks = {
-        "BLOCK_M": min(_RUN, next_power_of_two(rows)),
-        "BLOCK_N": _OUTPUTS,
-        "BLOCK_K": min(_INPUTS, next_power_of_two(num_in)),
-        "num_warps": 4,
-    }
-    accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
-    programs = -(-num_out // _OUTPUTS) * -(-num_in // _INPUTS)
-    _launch(build, _spread_sums_kernel, programs, (x, out), **sizes, ACC=accumulator, **blocks)
+    """Store sums of the columns of ``x [M, O]`` as ``out[0]`` of ``out [terms, O, I]``."""
+
+    def call(x: Tensor, out: Tensor) -> None:
+        out[0] = column_sums(x).unsqueeze(-1)
+
+    build.call(call, (x, out))

@@ -16,9 +16,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_gr
 
 ARCHITECTURES = ("gfx942", "gfx1201")
 OF_BFLOAT16 = {
-    "_column_sums_kernel",
     "_columns_kernel",
-    "_constant_kernel",
     "_copy_matrices_kernel",
     "_factor_gradient_kernel",
     "_fused_multiply_bwd_kernel",
@@ -33,7 +31,6 @@ OF_BFLOAT16 = {
     "_rational_coefficients_kernel",
     "_rational_fwd_kernel",
     "_sliced_multiply_fwd_kernel",
-    "_spread_sums_kernel",
     "_sum_partials_kernel",
 }
 OF_OTHERS = {"_narrow_multiply_fwd_kernel", "_split_gradient_kernel", "_take_points_kernel", "_take_runs_kernel", "_transpose_kernel"}
