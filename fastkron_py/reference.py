@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.checks import result_shape
-from fastkron_py.reference_rational import rational as rational
+from fastkron_py.rational.denominators.registry import find_denominator
 
 
 def kron_dense(factors: Sequence[Tensor]) -> Tensor:
@@ -95,3 +95,26 @@ def lokr_linear(
     weight = kron_dense([w if isinstance(w, Tensor) else w[0] @ w[1] for w in (w1, w2)])
     y = scale * (x @ weight.mT)
     return y if base is None else base + y
+
+
+def rational(x: Tensor, numerator: Tensor, denominator: Tensor, *, version: str = "B") -> Tensor:
+    """``P(x) / Q(x)``, P and Q being those of the group that a channel belongs to; derivatives by autograd, without noise.
+
+    Args:
+        x: ``[..., C]``.
+        numerator: ``[G, m + 1]`` or ``[1, m + 1]``, the coefficients of ``P(x) = sum_i a_i x^i``.
+        denominator: ``[G, n]`` or ``[1, n]``: b_1 to b_n, for version C b_0 to b_{n-1}.
+        version: of a denominator whose record has a definition.
+
+    Example:
+        >>> rational(torch.ones(3, 8), torch.ones(2, 4), torch.ones(2, 3)).unique()
+        tensor([1.])
+    """
+    found = find_denominator(version)
+    groups, channels = max(len(numerator), len(denominator)), x.shape[-1]
+    group = torch.arange(channels, device=x.device) // max(channels // groups, 1)
+    a = numerator.expand(groups, -1)[group]  # [C, m + 1]
+    b = denominator.expand(groups, -1)[group]
+    p = torch.stack([a[:, i] * x**i for i in range(a.shape[1])]).sum(0)
+    terms = torch.stack([b[:, j] * x ** (found.first + j) for j in range(b.shape[1])])
+    return p / found.definition(terms)  # type: ignore[misc]

@@ -9,14 +9,14 @@ import torch
 from cache_spy import CacheSpy
 from torch import Tensor
 
-from fastkron_py.gated.activations.registry import activation_names
+from fastkron_py.gated.activations.registry import activation_names, find_activation
 
 ACTIVATIONS = tuple(activation_names())
 LAYOUTS = ("interleaved", "stacked")
 
 
 def act(name: str, x: Tensor) -> Tensor:
-    """An activation by its formula; differentiable."""
+    """An activation by its formula, or, where there is none here, by its host function; differentiable."""
     formulas: dict[str, Callable[[], Tensor]] = {
         "silu": lambda: x / (1 + torch.exp(-x)),
         "gelu": lambda: x * torch.special.ndtr(x),
@@ -25,7 +25,7 @@ def act(name: str, x: Tensor) -> Tensor:
         "sigmoid": lambda: 1 / (1 + torch.exp(-x)),
         "identity": lambda: x,
     }
-    return formulas[name]()
+    return formulas[name]() if name in formulas else find_activation(name).host(x)
 
 
 def pack(up: Tensor, gate: Tensor, layout: str) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.rational.denominators.registry import denominator_names, find_denominator
-from fastkron_py.reference_rational import FORMULAS
 
 VERSIONS = tuple(denominator_names())
 WITHOUT_NOISE = tuple(name for name in VERSIONS if not find_denominator(name).is_noisy)
@@ -81,6 +80,14 @@ def expected(p: Problem, version: str = "B") -> list[Tensor]:
     return step(lambda *t: reference.rational(*t, version=version), *(t.double() for t in p))
 
 
+def absolute_of(version: str) -> str:
+    """Where a denominator has absolute values, by its definition: of "terms", of the "sum", or "none"."""
+    found = find_denominator(version)
+    assert found.definition is not None
+    q = found.definition(torch.tensor([[1.0], [-2.0]], dtype=torch.float64)) - found.constant
+    return {3: "terms", 1: "sum", -1: "none"}[round(q.item())]
+
+
 def error_scales(p: Problem, version: str = "B") -> list[Tensor]:
     """What one unit of roundoff in P, in S and in a term may make of [y, dx, da, db], in float64.
 
@@ -94,7 +101,8 @@ def error_scales(p: Problem, version: str = "B") -> list[Tensor]:
     groups = max(len(a), len(b))
     x, dy = (t.reshape(-1, groups, t.shape[-1] // groups) for t in (x, dy))
     a, b = (c.expand(groups, -1)[..., None] for c in (a, b))
-    first, constant, absolute = FORMULAS[version]
+    found = find_denominator(version)
+    first, constant, absolute = found.first, found.constant, absolute_of(version)
     degree = max(a.shape[1], b.shape[1])
     powers = [x**i for i in range(degree + 1)]
 

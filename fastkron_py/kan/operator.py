@@ -45,9 +45,9 @@ def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
 
 
 def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
-    tensors = (dy, *saved.tensors[:2])
-    if _is_derived_by_torch(tensors, saved.options):
-        return take(_derived_by_torch(*tensors, saved.needs, saved.options), saved.needs)
+    x, coefficients, _ = saved.tensors
+    if _is_derived_by_torch((dy, x, coefficients), saved.options):
+        return take(_derived_by_torch(dy, x, coefficients, saved.needs, saved.options), saved.needs)
     return _gradient_call(saved, dy).run(dy)
 
 

@@ -79,6 +79,7 @@ VERSION_A: Final = Denominator(
     _host_derivatives_of_a,
     DeviceFunctions(_absolute, times_sign, _sum_of_absolute, plus_one, _slopes_of_a, minus_signed_product),
     smooth_forms=(("N", lambda j: j % 2 == 0),),
+    definition=lambda terms: 1 + terms.abs().sum(0),
 )
 
 
@@ -115,6 +116,7 @@ VERSION_B: Final = Denominator(
     DeviceFunctions(unchanged, unchanged_slope, polynomial_from_one, _value_of_b, _slopes_of_absolute),
     # S has a zero at x = 0, and a kink there unless b_1 is zero.
     smooth_forms=(("N", lambda j: j % 2 == 0), ("N", lambda j: j != 1)),
+    definition=lambda terms: 1 + terms.sum(0).abs(),
 )
 
 
@@ -150,6 +152,7 @@ VERSION_C: Final = Denominator(
     DeviceFunctions(unchanged, unchanged_slope, polynomial, _value_of_c, _slopes_of_absolute),
     first=0,
     constant=_CONSTANT_OF_C,
+    definition=lambda terms: 0.1 + terms.sum(0).abs(),
 )
 
 
@@ -180,6 +183,7 @@ VERSION_N: Final = Denominator(
     _host_derivatives_of_n,
     DeviceFunctions(unchanged, unchanged_slope, polynomial_from_one, plus_one, _slopes_of_n),
     has_poles=True,
+    definition=lambda terms: 1 + terms.sum(0),
 )
 
 

@@ -63,6 +63,8 @@ class Denominator:
         has_poles: Q may become zero.
         smooth_forms: names of denominators without kinks that are equal to this one where S is not negative and all coefficients are
             zero but those of the powers j that the function takes: fits begin with these.
+        definition: Q from its terms ``b_j x^j``, stacked along the first dimension, written plainly: kernels are compared with it
+            (`fastkron_py.reference`). None in a record that is compared with something else.
         noise_of: the same denominator without noise; None where this one has none itself. Noise multiplies the numerator in training.
     """
 
@@ -75,6 +77,7 @@ class Denominator:
     constant: float = 1.0
     has_poles: bool = False
     smooth_forms: tuple[tuple[str, Callable[[int], bool]], ...] = ()
+    definition: Callable[[Tensor], Tensor] | None = None
     noise_of: Denominator | None = None
 
     @property
