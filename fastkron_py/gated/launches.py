@@ -19,7 +19,6 @@ from fastkron_py.gated.torch_backend import hidden_size
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.tiling.gemm_config import GemmTile
 from fastkron_py.tiling.gemm_launch import Gemm, add_gemm, add_rowwise, takes_descriptor
 from fastkron_py.tiling.products import arithmetic
 
@@ -32,27 +31,22 @@ class Gated(NamedTuple):
     activation: str
     layout: str
     precision: str  # "highest" or less
-    tile: GemmTile | None = None  # None: by the closed form
-    as_halves: bool = True  # an interleaved weight is read as two matrices, each of every other row
 
     def gemm(self, epilogue: Any, dtype: torch.dtype, device: torch.device) -> Gemm:
         """The main loop's parameters with one of the epilogues, for results of this dtype."""
         found = find_activation(self.activation)
         value, slope = found.device_functions(dtype.itemsize == 2 and devices.gpu_of(device).has_approximations)
-        interleaved = self.layout == "interleaved"
-        # Read as halves, the two sums of a pair stand in two halves of a tile, and a thread has neighbours of both to store.
-        pairs = "stacked" if self.as_halves else self.layout
-        light = epilogue is epilogue_gate and pairs == "stacked" and found.allows_overlap
-        return Gemm(epilogue, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True, light=light)
+        # Both sums of a pair stand in two halves of a tile, and a thread has neighbours of both to store.
+        light = epilogue is epilogue_gate and found.allows_overlap
+        params = (self.layout == "interleaved",)
+        return Gemm(epilogue, value=value, slope=slope, params=params, pairs="stacked", divisible=True, light=light)
 
     def operands(self, build: Builder, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> tuple[Any, Any, Any]:
-        """Weights and bias as the main loop takes them, views: ``[H, K]`` twice and ``[2, H]``, or as they are."""
+        """Weights ``[H, K]`` and bias ``[2, H]`` as the main loop takes them: views, of an interleaved weight each of every other row."""
         if gate is not None:
             return weight, gate, bias
         if self.layout == "stacked":
             return weight[0], weight[1], bias
-        if not self.as_halves:
-            return weight, None, bias
         weight = add_rowwise(build, weight)
         return weight[0::2], weight[1::2], None if bias is None else bias.unflatten(0, (-1, 2)).mT
 
@@ -77,7 +71,7 @@ def add_forward(build: Builder, wide: Wide, gated: Gated, saving: bool = False) 
     pair, pair2 = (None, None) if pairs is None else gated.pair_targets(pairs)
     call = gated.gemm(epilogue_gate_and_pair if saving else epilogue_gate, x.dtype, build.device)
     weight, gate, bias = gated.operands(build, weight, gate, bias)
-    add_gemm(build, x, weight, bias, call, y, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile, b2=gate)
+    add_gemm(build, x, weight, bias, call, y, pair=pair, pair2=pair2, precision=gated.precision, b2=gate)
     return y, pairs
 
 
@@ -93,7 +87,7 @@ def add_recomputed_gradients(build: Builder, dy: Tensor, wide: Wide, gated: Gate
     call = gated.gemm(epilogue_gradients_and_gate if again else epilogue_gradients, x.dtype, build.device)
     pair, pair2 = gated.pair_targets(d)
     weight, gate, bias = gated.operands(build, weight, gate, bias)
-    add_gemm(build, x, weight, bias, call, y, side=dy, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile, b2=gate)
+    add_gemm(build, x, weight, bias, call, y, side=dy, pair=pair, pair2=pair2, precision=gated.precision, b2=gate)
     return d, y
 
 

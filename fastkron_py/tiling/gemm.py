@@ -14,8 +14,8 @@ them and launches; `tiling/gemm_config.py` chooses blocks. An operator passes in
 ``BEGIN(row, tile_n, tensors, strides, rows, BLOCK_M, BLOCK_N, PARAMS)``
     work to start before a tile's sums, such as prefetching EPILOGUE's operands into a cache; it returns nothing.
 
-PAIRS says whether rows of b belong together in twos: "" (no: second is first), "stacked" (row i of b and row i of b2, both ``[N / 2, K]``,
-anywhere in memory) or "interleaved" (rows 2 i and 2 i + 1). Then first and second are the two sums of each pair, and columns is N / 2.
+PAIRS says whether rows of b belong together in twos: "" (no: second is first) or "stacked" (row i of b and row i of b2, both
+``[N / 2, K]``, anywhere in memory). Then first and second are the two sums of each pair, and columns is N / 2.
 A tile is finished in PARTS pieces one beside the other, which bounds registers and the shared memory that stores pass through.
 
 tensors is a tuple of tensors that PROLOGUE and EPILOGUE may read, PARAMS a tuple of constants, VALUE and SLOPE jit functions for
@@ -120,21 +120,16 @@ def _epilogue(
         right2 = right
         if PAIRS == "stacked":
             left2, right2 = _halves(second)
-        STEP: tl.constexpr = first.shape[1] // (4 if PAIRS == "interleaved" else 2)
+        STEP: tl.constexpr = first.shape[1] // 2
         beside = (row, column + STEP, rows, columns)
         LESS: tl.constexpr = PARTS // 2
         _epilogue(left, left2, place, bias, targets, tensors, strides, EPILOGUE, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, LESS)
         _epilogue(right, right2, beside, bias, targets, tensors, strides, EPILOGUE, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, LESS)
     else:
         if HAS_BIAS:
-            if PAIRS == "interleaved":
-                first = _plus_row(first, bias[0], 2 * column, 2 * columns, 1)
-            else:
-                first = _plus_row(first, bias[0], column, columns, bias[1])
+            first = _plus_row(first, bias[0], column, columns, bias[1])
             if PAIRS == "stacked":
                 second = _plus_row(second, bias[0] + bias[2], column, columns, bias[1])
-        if PAIRS == "interleaved":
-            first, second = tl.split(tl.reshape(first, (first.shape[0], first.shape[1] // 2, 2)))
         EPILOGUE(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
 
 

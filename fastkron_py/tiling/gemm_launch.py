@@ -30,7 +30,7 @@ class Gemm(NamedTuple):
     value: Any = value_plain
     slope: Any = value_plain
     params: tuple[Any, ...] = ()
-    pairs: str = ""  # "stacked" or "interleaved": b's rows in twos
+    pairs: str = ""  # "stacked": b's rows in twos
     divisible: bool = False  # nothing passed in asks for a column's number, or others' results: launches of some columns may overlap
     functions: tuple[Any, ...] = ()  # further jit functions for the epilogue
     begin: Any = begin_nothing
