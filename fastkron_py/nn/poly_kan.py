@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -228,8 +228,6 @@ class KAN(nn.Sequential):
 
 # ---- initial coefficients --------------------------------------------------------------------------
 
-_SAMPLES: Final = 4096
-
 
 @torch.no_grad()
 def smooth_init_(model: nn.Module, power: float = 2.0) -> nn.Module:
@@ -264,7 +262,7 @@ def smooth_init_(model: nn.Module, power: float = 2.0) -> nn.Module:
     frequencies = [_frequencies(layer) for layer in layers]  # refused before any layer is drawn
     for layer, each in zip(layers, frequencies, strict=True):
         shares = each.clamp(min=1) ** -power
-        scale = 1 / torch.sqrt(layer.in_features * (shares.square() * _mean_squares(layer)).sum())
+        scale = 1 / torch.sqrt(layer.in_features * (shares.square() * layer._mean_squares()).sum())
         layer.coefficients.normal_().mul_((shares * scale).to(layer.coefficients)[:, None, None])
         if layer.bias is not None:
             layer.bias.zero_()
@@ -276,16 +274,4 @@ def _frequencies(layer: PolyKANLinear) -> Tensor:
     frequency = find_basis(layer.basis).frequency
     if frequency is None:
         raise value_error("model", "layers over bases with degrees", f"one with basis {layer.basis!r}")
-    return torch.tensor([frequency(d) for d in range(layer.degree + 1)], dtype=torch.float64)
-
-
-def _mean_squares(layer: PolyKANLinear) -> Tensor:
-    """Of each function of the basis, over standard normal x, or uniform ones in a range: ``[degree + 1]``."""
-    uniform = (torch.arange(_SAMPLES, dtype=torch.float64) + 0.5) / _SAMPLES
-    ranged = layer.normalization in ("minmax", "none")
-    x = 2 * uniform - 1 if ranged else torch.special.ndtri(uniform)
-    normalization = "none" if ranged else {"layer_norm": "tanh"}.get(layer.normalization, layer.normalization)
-    each = torch.eye(layer.degree + 1, dtype=torch.float64).unsqueeze(-1)  # one output for each function
-    with backend("torch"):
-        values = poly_kan(x[:, None], each, basis=layer.basis, basis_parameters=layer.basis_parameters, normalization=normalization)
-    return values.square().mean(0)
+    return torch.tensor([frequency(d) for d in range(layer.degree + 1)], dtype=torch.float64, device="cpu")

@@ -85,15 +85,15 @@ class EdgeFunctions(Configured):
         """Draw the coefficients anew; a bias becomes 0, and a running range is set by the next batch."""
         if is_materialized(self.coefficients):
             inputs = math.prod(self.coefficients.shape[2:])
-            self.coefficients.normal_(0.0, 1 / math.sqrt(inputs * self._mean_square()))
+            self.coefficients.normal_(0.0, 1 / math.sqrt(inputs * float(self._mean_squares().sum())))
         if self.bias is not None:
             self.bias.zero_()
         if self.low is not None and self.high is not None:
             self.low.fill_(_UNSET[0])
             self.high.fill_(_UNSET[1])
 
-    def _mean_square(self) -> float:
-        """The sum over the basis of the mean square of each function, for standard normal x (uniform ones in a range)."""
+    def _mean_squares(self) -> Tensor:
+        """The mean square of each function of the basis, for standard normal x (uniform ones in a range): ``[degree + 1]``."""
         from fastkron_py.kan.normalizers import NORMALIZERS
 
         uniform = (torch.arange(_SAMPLES, dtype=torch.float64, device="cpu") + 0.5) / _SAMPLES
@@ -103,7 +103,7 @@ class EdgeFunctions(Configured):
             normal = torch.special.ndtri(uniform)
             t = NORMALIZERS["clamp" if self.normalization == "clamp" else "tanh"].host(normal)
         parameters = tuple(self._all_parameters().values())
-        return sum(float(value.square().mean()) for value in find_basis(self.basis).values(t, self.degree + 1, parameters))
+        return torch.stack([value.square().mean() for value in find_basis(self.basis).values(t, self.degree + 1, parameters)])
 
     def _all_parameters(self) -> dict[str, float]:
         """The basis's parameters, given or by default."""
