@@ -6,7 +6,7 @@ Modules, parameters, their names and their memory stay as they are: nothing that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -54,32 +54,6 @@ def _blank(replacement: type[Replacement], own: type[nn.Module]) -> Any:
     return kind.__new__(kind)
 
 
-def enter(module: nn.Module, replacement: type[Replacement], options: Mapping[str, Any]) -> None:
-    """Change a module, in place.
-
-    Args:
-        module: of any class.
-        replacement: its new forward pass.
-        options: attributes that the module is given.
-    """
-    module.__dict__.update(options)
-    module.__class__ = replacement_class(replacement, type(module))
-
-
-def leave(module: nn.Module, replacement: type[Replacement], options: tuple[str, ...] = ()) -> None:
-    """Change a module back; without effect on one that was not changed.
-
-    Args:
-        module: of any class.
-        replacement: its forward pass now.
-        options: names of the attributes that it was given.
-    """
-    if isinstance(module, replacement):
-        module.__class__ = own_class(module)
-        for name in options:
-            module.__dict__.pop(name, None)
-
-
 class Applied:
     """Which modules of a model were changed. `close`, or the end of a ``with`` block, changes them back.
 
@@ -110,51 +84,84 @@ class Applied:
         return f"{type(self).__name__}({len(self.replaced)} replaced, {len(self.left_alone)} left alone)"
 
 
-def _modules(argument: str, model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Every module of a model, with its name."""
-    if not isinstance(model, nn.Module):
-        raise type_error(argument, "a torch.nn.Module", type_name(model))
-    yield from model.named_modules()
+class Patch(NamedTuple):
+    """A change of the modules of one kind, in place, and the way back.
 
-
-def replaceable(
-    argument: str, model: Any, expected: str, is_candidate: Callable[[Any], bool], obstacle: Callable[[Any], str | None]
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """The modules of a model that can be changed, and why the other candidates cannot, by name; none if they were changed before.
-
-    Args:
-        argument: that the model is.
-        model: to look through.
+    Attributes:
+        argument: that the model is, in errors.
         expected: the modules that can be changed, in an error.
+        replacement: their new forward pass.
         is_candidate: whether a module is of the kind.
         obstacle: why a candidate cannot be changed, or None.
+        options: names of the attributes that a module is given.
+        moved: is called with a module that has been changed, or changed back.
 
-    Raises:
-        TypeError: the model is no module.
-        ValueError: no module can be changed: it says why.
+    Functions are those of modules: a model that holds its `Applied` can be pickled.
     """
-    found: dict[str, nn.Module] = {}
-    left_alone: dict[str, str] = {}
-    for name, module in _modules(argument, model):
-        if is_candidate(module):
-            reason = _PATCHED if isinstance(module, Replacement) else obstacle(module)
-            if reason is None:
-                found[name] = module
-            else:
-                left_alone[name] = reason
-    if not found and _PATCHED not in left_alone.values():
-        raise value_error(argument, expected, reasons(model, left_alone))
-    return found, left_alone
 
+    argument: str
+    expected: str
+    replacement: type[Replacement]
+    is_candidate: Callable[[Any], bool]
+    obstacle: Callable[[Any], str | None]
+    options: tuple[str, ...] = ()
+    moved: Callable[[nn.Module], None] | None = None
 
-def leave_all(argument: str, model: Any, leave: Callable[[nn.Module], None]) -> None:
-    """Change all modules of a model back.
+    def apply(self, model: Any, kind: type[AppliedT], *options: Any) -> AppliedT:
+        """Change a model's modules; none if they were changed before.
 
-    Raises:
-        TypeError: the model is no module.
-    """
-    for _, module in _modules(argument, model):
-        leave(module)
+        Args:
+            model: to look through.
+            kind: of the result.
+            *options: values of the attributes.
+
+        Raises:
+            TypeError: the model is no module.
+            ValueError: no module can be changed: it says why.
+        """
+        found: dict[str, nn.Module] = {}
+        left_alone: dict[str, str] = {}
+        for name, module in self._modules(model):
+            if self.is_candidate(module):
+                reason = _PATCHED if isinstance(module, Replacement) else self.obstacle(module)
+                if reason is None:
+                    found[name] = module
+                else:
+                    left_alone[name] = reason
+        if not found and _PATCHED not in left_alone.values():
+            raise value_error(self.argument, self.expected, reasons(model, left_alone))
+        for module in found.values():
+            module.__dict__.update(zip(self.options, options, strict=True))
+            module.__class__ = replacement_class(self.replacement, type(module))
+            self._moved(module)
+        return kind(found, left_alone, self.leave)
+
+    def leave(self, module: nn.Module) -> None:
+        """Change a module back; without effect on one that was not changed."""
+        if isinstance(module, self.replacement):
+            module.__class__ = own_class(module)
+            for name in self.options:
+                module.__dict__.pop(name, None)
+            self._moved(module)
+
+    def _moved(self, module: nn.Module) -> None:
+        if self.moved is not None:
+            self.moved(module)
+
+    def revert(self, model: Any) -> None:
+        """Change all modules of a model back.
+
+        Raises:
+            TypeError: the model is no module.
+        """
+        for _, module in self._modules(model):
+            self.leave(module)
+
+    def _modules(self, model: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Every module of a model, with its name."""
+        if not isinstance(model, nn.Module):
+            raise type_error(self.argument, "a torch.nn.Module", type_name(model))
+        yield from model.named_modules()
 
 
 def reasons(model: nn.Module, left_alone: Mapping[str, str]) -> str:

@@ -7,9 +7,8 @@ from typing import Any, Final
 from lycoris.modules.lokr import LokrModule
 from torch import nn
 
-from fastkron_py.integrations import replacement
 from fastkron_py.integrations.lycoris.modules import FastLoKr, obstacle
-from fastkron_py.integrations.replacement import Applied, leave_all, names_read, replaceable
+from fastkron_py.integrations.replacement import Applied, Patch, names_read
 from fastkron_py.runtime.errors import type_name
 
 # Names that the two forward passes read in the versions that were tested, 4.0 to 4.1.
@@ -47,12 +46,7 @@ def use_fastkron(network: nn.Module) -> Applied:
         >>> len(applied.replaced)
         2
     """
-    expected = "LoKr modules of LyCORIS (its network, not the model) that can be replaced"
-    replaced, left_alone = replaceable("network", network, expected, lambda module: isinstance(module, LokrModule), _reason)
-    for module in replaced.values():
-        replacement.enter(module, FastLoKr, {})
-        _rebind(module)
-    return Applied(replaced, left_alone, _leave)
+    return _PATCH.apply(network, Applied)
 
 
 def revert_fastkron(network: nn.Module) -> None:
@@ -70,13 +64,7 @@ def revert_fastkron(network: nn.Module) -> None:
         >>> applied = use_fastkron(network)
         >>> revert_fastkron(network)
     """
-    leave_all("network", network, _leave)
-
-
-def _leave(module: nn.Module) -> None:
-    if isinstance(module, FastLoKr):
-        replacement.leave(module, FastLoKr)
-        _rebind(module)
+    _PATCH.revert(network)
 
 
 def _rebind(module: Any) -> None:
@@ -92,6 +80,10 @@ def _rebind(module: Any) -> None:
             setattr(holder, name, module.forward)
 
 
+def _is_candidate(module: Any) -> bool:
+    return isinstance(module, LokrModule)
+
+
 def _reason(module: Any) -> str | None:
     """Why a module is left alone, or None."""
     kind = type(module)
@@ -102,3 +94,7 @@ def _reason(module: Any) -> str | None:
     if names_read(kind.forward) != _FORWARD or names_read(kind.__dict__.get("_rebuild_forward")) != _REBUILD:
         return "its forward is another version's, or was replaced by another library"
     return obstacle(module)
+
+
+_EXPECTED: Final = "LoKr modules of LyCORIS (its network, not the model) that can be replaced"
+_PATCH: Final = Patch("network", _EXPECTED, FastLoKr, _is_candidate, _reason, moved=_rebind)

@@ -7,9 +7,8 @@ from typing import Any, Final
 from peft.tuners.lokr.layer import Conv1d, Conv2d, Linear, LoKrLayer
 from torch import nn
 
-from fastkron_py.integrations import replacement
 from fastkron_py.integrations.peft.layers import FastLoKr, obstacle
-from fastkron_py.integrations.replacement import Applied, leave_all, names_read, replaceable
+from fastkron_py.integrations.replacement import Applied, Patch, names_read
 from fastkron_py.runtime.errors import type_name
 
 # Names that the forward pass reads in the versions that were tested, 0.18 to 0.21.
@@ -42,11 +41,7 @@ def use_fastkron(model: nn.Module) -> Applied:
         >>> len(applied.replaced)
         2
     """
-    expected = "LoKr layers of PEFT (peft.get_peft_model with a LoKrConfig) that can be replaced"
-    replaced, left_alone = replaceable("model", model, expected, lambda module: isinstance(module, LoKrLayer), _reason)
-    for module in replaced.values():
-        replacement.enter(module, FastLoKr, {})
-    return Applied(replaced, left_alone, _leave)
+    return _PATCH.apply(model, Applied)
 
 
 def revert_fastkron(model: nn.Module) -> None:
@@ -63,11 +58,11 @@ def revert_fastkron(model: nn.Module) -> None:
         >>> applied = use_fastkron(model)
         >>> revert_fastkron(copy.deepcopy(model))
     """
-    leave_all("model", model, _leave)
+    _PATCH.revert(model)
 
 
-def _leave(module: nn.Module) -> None:
-    replacement.leave(module, FastLoKr)
+def _is_candidate(module: Any) -> bool:
+    return isinstance(module, LoKrLayer)
 
 
 def _reason(layer: Any) -> str | None:
@@ -78,3 +73,7 @@ def _reason(layer: Any) -> str | None:
         return "its forward is another version's, or was replaced by another library"
     found = [obstacle(layer, adapter) for adapter in layer._available_adapters]
     return found[0] if found and all(found) else None
+
+
+_EXPECTED: Final = "LoKr layers of PEFT (peft.get_peft_model with a LoKrConfig) that can be replaced"
+_PATCH: Final = Patch("model", _EXPECTED, FastLoKr, _is_candidate, _reason)

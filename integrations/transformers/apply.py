@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fastkron_py.gated.api import BACKWARDS
-from fastkron_py.integrations.replacement import Applied, leave_all, names_read, replaceable
-from fastkron_py.integrations.transformers.layers import activation_name, enter, leave
+from fastkron_py.integrations.replacement import Applied, Patch, names_read
+from fastkron_py.integrations.transformers.layers import OPTIONS, GatedProjections, activation_name
 from fastkron_py.nn.modules import is_hooked, is_plain_linear
 from fastkron_py.runtime.checks import check_choice, check_precision
 from fastkron_py.runtime.errors import type_name
@@ -62,11 +62,7 @@ def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str |
     """
     check_choice("backward", backward, BACKWARDS)
     check_precision(precision)
-    expected = f"MLPs that can be replaced, of {', '.join(FAMILIES.values())}"
-    replaced, left_alone = replaceable("model", model, expected, _is_gated_mlp, _obstacle)
-    for module in replaced.values():
-        enter(module, backward, precision)
-    return AppliedToLlama(replaced, left_alone, leave)
+    return _PATCH.apply(model, AppliedToLlama, backward, precision)
 
 
 def revert_llama(model: nn.Module) -> None:
@@ -82,7 +78,7 @@ def revert_llama(model: nn.Module) -> None:
         >>> applied = apply_to_llama(model)
         >>> revert_llama(copy.deepcopy(model))
     """
-    leave_all("model", model, leave)
+    _PATCH.revert(model)
 
 
 # ---- obstacles --------------------------------------------------------------------
@@ -130,3 +126,7 @@ def _pair_obstacle(mlp: Any) -> str | None:
     if (up.bias is None) != (gate.bias is None):
         return "only one of its gate_proj and up_proj has a bias"
     return None
+
+
+_EXPECTED: Final = f"MLPs that can be replaced, of {', '.join(FAMILIES.values())}"
+_PATCH: Final = Patch("model", _EXPECTED, GatedProjections, _is_gated_mlp, _obstacle, OPTIONS)

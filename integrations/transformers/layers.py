@@ -8,7 +8,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from fastkron_py.gated.api import gated_linear, gated_mlp
-from fastkron_py.integrations import replacement
+from fastkron_py.integrations.replacement import Replacement
 from fastkron_py.nn.modules import is_hooked, is_plain_linear
 
 # By class, torch's own and those of transformers.activations in the versions that were tested.
@@ -40,7 +40,7 @@ def activation_name(module: Any) -> str | None:
     return _ACTIVATIONS.get(kind.__name__)
 
 
-class GatedProjections(replacement.Replacement):
+class GatedProjections(Replacement):
     """The forward pass of an MLP with gate_proj, up_proj, down_proj and act_fn, in place of that of the next class."""
 
     PREFIX = "Gated"
@@ -66,13 +66,3 @@ class GatedProjections(replacement.Replacement):
         else:
             y = down(gated_linear(x, weight, **options))
         return y
-
-
-def enter(mlp: nn.Module, backward: str, precision: str | None) -> None:
-    """Change an MLP, in place."""
-    replacement.enter(mlp, GatedProjections, dict(zip(OPTIONS, (backward, precision), strict=True)))
-
-
-def leave(mlp: nn.Module) -> None:
-    """Change it back; without effect on one that is not changed."""
-    replacement.leave(mlp, GatedProjections, OPTIONS)
