@@ -9,6 +9,7 @@ sums are partial results that a second launch adds in a fixed order.
 import triton
 import triton.language as tl
 
+from fastkron_py.kan.kernels.basis import FIRST_AT, basis_value, begin_basis, next_degree, skip_first
 from fastkron_py.tiling.products import known, product, tile_of
 
 
@@ -20,25 +21,14 @@ def _load_columns(rows, mask_m, first, num_in, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def skip_degrees(
-    state,
-    none,  # 0
-    group,
-    GROUPS: tl.constexpr,
-    DEGREES: tl.constexpr,  # of a group
-    FIRST: tl.constexpr,  # of the first group
-    TERMS: tl.constexpr,
-    PARAMS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """The state at a group's first degree, of that at degree 0."""
-    for skipped in tl.static_range(FIRST):
-        state = STEP(state, none + skipped, TERMS, PARAMS)
+def skip_degrees(state, none, group, GROUPS: tl.constexpr, DEGREES: tl.constexpr, BASIS: tl.constexpr):
+    """The state at the first degree of a group of DEGREES, of that at degree 0; none is 0."""
+    state = skip_first(state, none, BASIS)
     # A few at a time: a loop here would keep the one around it from being pipelined.
     for before in tl.static_range(GROUPS - 1):
         if before < group:
             for skipped in tl.static_range(DEGREES):
-                state = STEP(state, none + FIRST + before * DEGREES + skipped, TERMS, PARAMS)
+                state = next_degree(state, none + BASIS[FIRST_AT] + before * DEGREES + skipped, BASIS)
     return state
 
 
@@ -80,6 +70,7 @@ def _poly_kan_fwd_kernel(
     num_in = known(num_in, ALIGN_IN)
     num_out = known(num_out, ALIGN_OUT)
     stride_xm = known(stride_xm, ALIGN_IN)
+    BASIS: tl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(num_out, BLOCK_N)
     split = tl.program_id(0) // (tiles_m * tiles_n)
@@ -121,12 +112,12 @@ def _poly_kan_fwd_kernel(
         if PRECISION == "split":
             low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
         if i % DEGREES == 0:
-            state = START(NORM(ahead.to(ACC)), TERMS, PARAMS)
+            state = begin_basis(ahead.to(ACC), BASIS)
             # The next block's, which nobody waits for before its turn.
             ahead = _load_columns(x_rows, m < rows, (first_block + i // DEGREES + 1) * BLOCK_K, num_in, BLOCK_K)
-            state = skip_degrees(state, none, group, GROUPS, DEGREES, FIRST, TERMS, PARAMS, STEP)
-        a = VALUE(state, d, table_ptr, TERMS, PARAMS)
+            state = skip_degrees(state, none, group, GROUPS, DEGREES, BASIS)
+        a = basis_value(state, d, table_ptr, BASIS)
         acc = product(a.to(COMPUTE), b.to(COMPUTE), low, acc, PRECISION, True)
-        state = STEP(state, d, TERMS, PARAMS)
+        state = next_degree(state, d, BASIS)
     out = y_ptr + (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * num_out + n[None, :]
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < num_out)[None, :])

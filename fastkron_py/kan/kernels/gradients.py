@@ -11,6 +11,7 @@ launch adds in a fixed order.
 import triton
 import triton.language as tl
 
+from fastkron_py.kan.kernels.basis import FIRST_AT, TERMS_AT, basis_value, begin_basis, next_degree, skip_first
 from fastkron_py.kan.kernels.forward import skip_degrees
 from fastkron_py.tiling.gemm import load_tile, store_tile
 from fastkron_py.tiling.products import known, product, tile_of
@@ -27,24 +28,21 @@ def _add_degrees(
     LIVE: tl.constexpr,  # parts beyond this number are skipped
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    TERMS: tl.constexpr,
-    PARAMS: tl.constexpr,
-    STEP: tl.constexpr,
-    VALUE: tl.constexpr,
+    BASIS: tl.constexpr,
 ):
     """(acc plus each degree's part times its derivative, the state after them). Halved until one is left: no data leaves its thread."""
     if LIVE <= 0:
         return acc, state
     elif COUNT == 1:
         # Beyond the last degree parts are zero, a table has nothing to read, and the last stands in.
-        acc += VALUE(state, tl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS) * parts
-        return acc, STEP(state, d, TERMS, PARAMS)
+        acc += basis_value(state, tl.minimum(d, BASIS[TERMS_AT] - 1), table_ptr, BASIS) * parts
+        return acc, next_degree(state, d, BASIS)
     else:
         HALF: tl.constexpr = COUNT // 2
         halves = tl.permute(tl.reshape(parts, (BLOCK_M, 2, HALF * BLOCK_N)), (0, 2, 1))
         first, second = tl.split(halves)
-        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, LIVE, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
-        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, LIVE - HALF, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
+        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, LIVE, BLOCK_M, BLOCK_N, BASIS)
+        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, LIVE - HALF, BLOCK_M, BLOCK_N, BASIS)
 
 
 @triton.jit
@@ -54,13 +52,7 @@ def _dx_tile(
     sizes,
     strides,  # of dy's rows, x's rows, C's outputs and inputs
     blocks_per_split,
-    TERMS: tl.constexpr,
-    FIRST: tl.constexpr,
-    PARAMS: tl.constexpr,
-    START: tl.constexpr,
-    STEP: tl.constexpr,
-    VALUE: tl.constexpr,
-    NORM: tl.constexpr,
+    BASIS: tl.constexpr,
     SLOPE: tl.constexpr,
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
@@ -83,6 +75,8 @@ def _dx_tile(
     DEGREES: tl.constexpr = TILE[3]
     EVEN_N: tl.constexpr = EVEN[0]
     EVEN_K: tl.constexpr = EVEN[1]
+    TERMS: tl.constexpr = BASIS[TERMS_AT]
+    FIRST: tl.constexpr = BASIS[FIRST_AT]
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(num_in, BLOCK_N)
     split = program // (tiles_m * tiles_n)
@@ -101,10 +95,8 @@ def _dx_tile(
     first = split * blocks_per_split * BLOCK_K
     last = tl.minimum(first + blocks_per_split * BLOCK_K, num_out)
     acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-    state = START(NORM(tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC)), TERMS, PARAMS)
     none = split * 0
-    for skipped in tl.static_range(FIRST):
-        state = STEP(state, none + skipped, TERMS, PARAMS)
+    state = skip_first(begin_basis(tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC), BASIS), none, BASIS)
     GROUPS: tl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
     steps = tl.cdiv(last - first, BLOCK_K)
     # In one loop, if there are few steps for a group of degrees: the next group's coefficients are on their way while it ends.
@@ -131,11 +123,11 @@ def _dx_tile(
                 low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
             parts = product(g.to(COMPUTE), b.to(COMPUTE), low, parts, PRECISION, False)
             if FLAT and step == steps - 1:
-                acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
+                acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BLOCK_M, BLOCK_N, BASIS)
                 parts = tl.zeros((BLOCK_M, WIDTH), ACC)
         if not FLAT:
             d = none + FIRST + group * DEGREES
-            acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
+            acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BLOCK_M, BLOCK_N, BASIS)
             parts = tl.zeros((BLOCK_M, WIDTH), ACC)
     acc *= SLOPE(tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC))
     out = dx_ptr + (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * num_in + n[None, :]
@@ -156,13 +148,7 @@ def _dcoef_tile(
     sizes,
     strides,  # of dy's rows and columns, x's rows
     blocks_per_split,
-    TERMS: tl.constexpr,
-    FIRST: tl.constexpr,
-    PARAMS: tl.constexpr,
-    START: tl.constexpr,
-    STEP: tl.constexpr,
-    VALUE: tl.constexpr,
-    NORM: tl.constexpr,
+    BASIS: tl.constexpr,
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -179,6 +165,8 @@ def _dcoef_tile(
     DEGREES: tl.constexpr = TILE[3]
     EVEN_N: tl.constexpr = EVEN[0]
     EVEN_K: tl.constexpr = EVEN[1]
+    TERMS: tl.constexpr = BASIS[TERMS_AT]
+    FIRST: tl.constexpr = BASIS[FIRST_AT]
     tiles_j = tl.cdiv(num_in, BLOCK_M)
     tiles_o = tl.cdiv(num_out, BLOCK_N)
     GROUPS: tl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
@@ -210,15 +198,14 @@ def _dcoef_tile(
         low = g
         if PRECISION == "split":
             low = tl.load(low_ptr + offsets, mask=mask, other=other)
-        state = START(NORM(x.to(ACC)), TERMS, PARAMS)
-        state = skip_degrees(state, none, group, GROUPS, DEGREES, FIRST, TERMS, PARAMS, STEP)
+        state = skip_degrees(begin_basis(x.to(ACC), BASIS), none, group, GROUPS, DEGREES, BASIS)
         g = g.to(COMPUTE)
-        acc0, state = _next_degree(acc0, state, first_degree, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
+        acc0, state = _next_degree(acc0, state, first_degree, g, low, table_ptr, BASIS, COMPUTE, PRECISION)
         if DEGREES > 1:
-            acc1, state = _next_degree(acc1, state, first_degree + 1, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
+            acc1, state = _next_degree(acc1, state, first_degree + 1, g, low, table_ptr, BASIS, COMPUTE, PRECISION)
         if DEGREES > 2:
-            acc2, state = _next_degree(acc2, state, first_degree + 2, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
-            acc3, state = _next_degree(acc3, state, first_degree + 3, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
+            acc2, state = _next_degree(acc2, state, first_degree + 2, g, low, table_ptr, BASIS, COMPUTE, PRECISION)
+            acc3, state = _next_degree(acc3, state, first_degree + 3, g, low, table_ptr, BASIS, COMPUTE, PRECISION)
     _store_degree(out_ptr, acc0, first_degree, j, o, num_in, num_out, TERMS, split)
     if DEGREES > 1:
         _store_degree(out_ptr, acc1, first_degree + 1, j, o, num_in, num_out, TERMS, split)
@@ -228,23 +215,10 @@ def _dcoef_tile(
 
 
 @triton.jit
-def _next_degree(
-    acc,
-    state,
-    d,
-    g,
-    low,
-    table_ptr,
-    TERMS: tl.constexpr,
-    PARAMS: tl.constexpr,
-    STEP: tl.constexpr,
-    VALUE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _next_degree(acc, state, d, g, low, table_ptr, BASIS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
     """Add degree d's product, and step on; beyond the last degree a table has nothing to read, and the last stands in."""
-    a = VALUE(state, tl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS)
-    return product(a.to(COMPUTE), g, low, acc, PRECISION, True), STEP(state, d, TERMS, PARAMS)
+    a = basis_value(state, tl.minimum(d, BASIS[TERMS_AT] - 1), table_ptr, BASIS)
+    return product(a.to(COMPUTE), g, low, acc, PRECISION, True), next_degree(state, d, BASIS)
 
 
 @triton.jit
@@ -304,6 +278,8 @@ def _poly_kan_gradients_kernel(
     stride_co = known(stride_co, ALIGN_CO)
     program = tl.program_id(0)
     sizes = (rows, num_in, num_out)
+    BASIS_X: tl.constexpr = (TERMS, FIRST_X, PARAMS, START_X, STEP_X, VALUE_X, NORM)
+    BASIS_C: tl.constexpr = (TERMS, FIRST_C, PARAMS, START_C, STEP_C, VALUE_C, NORM)
     if HAS_X and program < programs_x:
         _dx_tile(
             program,
@@ -311,13 +287,7 @@ def _poly_kan_gradients_kernel(
             sizes,
             (stride_gm, stride_xm, stride_co, stride_ci),
             blocks_x,
-            TERMS,
-            FIRST_X,
-            PARAMS,
-            START_X,
-            STEP_X,
-            VALUE_X,
-            NORM,
+            BASIS_X,
             SLOPE,
             TILE_X,
             EVEN_X,
@@ -334,13 +304,7 @@ def _poly_kan_gradients_kernel(
             sizes,
             (stride_gm, stride_go, stride_xm),
             blocks_c,
-            TERMS,
-            FIRST_C,
-            PARAMS,
-            START_C,
-            STEP_C,
-            VALUE_C,
-            NORM,
+            BASIS_C,
             TILE_C,
             EVEN_C,
             COMPUTE,
@@ -373,21 +337,16 @@ def epilogue_input_gradient(
 ):
     """``dx [M, I] = SLOPE(x) * sum over d of B_d'(VALUE(x)) * sums``; sums beyond the last degree are not looked at, whatever they are."""
     tl.static_assert(isinstance(targets[0], tl.tensor_descriptor) and isinstance(targets[3], tl.tensor_descriptor))
-    TERMS: tl.constexpr = PARAMS[0]
-    FIRST: tl.constexpr = PARAMS[1]
+    BASIS: tl.constexpr = (PARAMS[0], PARAMS[1], PARAMS[3], tensors[2], tensors[3], tensors[4], VALUE)
     DEGREES: tl.constexpr = PARAMS[2]
-    CONSTANTS: tl.constexpr = PARAMS[3]
     BLOCK_M: tl.constexpr = first.shape[0]
     BLOCK_N: tl.constexpr = first.shape[1] // DEGREES
     row, column, rows, columns = place
     column = column // DEGREES
     x = load_tile(targets[3], row, column, rows, columns, strides[2], BLOCK_M, BLOCK_N).to(tl.float32)
-    state = tensors[2](VALUE(x), TERMS, CONSTANTS)
-    for skipped in tl.static_range(FIRST):
-        state = tensors[3](state, tl.full((), skipped, tl.int32), TERMS, CONSTANTS)
-    d = tl.full((), FIRST, tl.int32)
+    none = tl.full((), 0, tl.int32)
+    state = skip_first(begin_basis(x, BASIS), none, BASIS)
     dx = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    dx, _ = _add_degrees(
-        dx, state, d, first, tensors[0], DEGREES, TERMS - FIRST, BLOCK_M, BLOCK_N, TERMS, CONSTANTS, tensors[3], tensors[4]
-    )
+    LIVE: tl.constexpr = PARAMS[0] - PARAMS[1]
+    dx, _ = _add_degrees(dx, state, none + PARAMS[1], first, tensors[0], DEGREES, LIVE, BLOCK_M, BLOCK_N, BASIS)
     store_tile(targets[0], dx * SLOPE(x), row, column, rows, columns, strides[0])

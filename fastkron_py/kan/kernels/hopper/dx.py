@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fastkron_py.kan.kernels.hopper.basis import FIRST_AT, TERMS_AT, basis_value, begin_basis, next_degree, skip_first, skip_groups
+from fastkron_py.kan.kernels.basis import FIRST_AT, TERMS_AT, basis_value, begin_basis, next_degree, skip_first, skip_groups
 from fastkron_py.kan.kernels.hopper.ring import begin_operand, copied_bytes, share_of, units_of
 from fastkron_py.tiling.hopper import ROWS, allocate_ring, sum_steps, sums_layout
 from fastkron_py.tiling.products import known, tile_of

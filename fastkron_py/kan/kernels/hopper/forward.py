@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastkron_py.kan.kernels.hopper.basis import FIRST_AT, TERMS_AT, basis_value, begin_basis, next_degree, skip_first
+from fastkron_py.kan.kernels.basis import FIRST_AT, TERMS_AT, basis_value, begin_basis, next_degree, skip_first
 from fastkron_py.kan.kernels.hopper.ring import bring_operand, store_layout
 from fastkron_py.tiling.hopper import ROWS, allocate_ring, made_layout, store_made, store_sums, sum_steps
 from fastkron_py.tiling.products import known, tile_of

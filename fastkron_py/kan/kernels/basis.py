@@ -1,44 +1,44 @@
-"""A basis as the functions of Hopper's kernels hand it on: one constant, BASIS, and what is done with it.
+"""A basis as kernels' functions hand it on, in Triton and in Gluon: one constant, BASIS, and what is done with it.
 
 BASIS is (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM): number of functions, first degree in the product, the basis's parameters, its
 prologue or its derivatives', and the normaliser.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+import triton
+import triton.language as tl
 
-TERMS_AT = gl.constexpr(0)  # places in BASIS
-FIRST_AT = gl.constexpr(1)
+TERMS_AT = tl.constexpr(0)  # places in BASIS
+FIRST_AT = tl.constexpr(1)
 
 
-@gluon.jit
-def begin_basis(x, BASIS: gl.constexpr):
+@triton.jit
+def begin_basis(x, BASIS: tl.constexpr):
     """The state at degree 0."""
     return BASIS[3](BASIS[6](x), BASIS[0], BASIS[2])
 
 
-@gluon.jit
-def next_degree(state, d, BASIS: gl.constexpr):
+@triton.jit
+def next_degree(state, d, BASIS: tl.constexpr):
     """The state at degree d + 1, of that at degree d."""
     return BASIS[4](state, d, BASIS[0], BASIS[2])
 
 
-@gluon.jit
-def basis_value(state, d, table_ptr, BASIS: gl.constexpr):
+@triton.jit
+def basis_value(state, d, table_ptr, BASIS: tl.constexpr):
     """The value of degree d, of the state there."""
     return BASIS[5](state, d, table_ptr, BASIS[0], BASIS[2])
 
 
-@gluon.jit
-def skip_first(state, zero, BASIS: gl.constexpr):
+@triton.jit
+def skip_first(state, zero, BASIS: tl.constexpr):
     """The state at the first degree in the product, of that at degree 0."""
-    for skipped in gl.static_range(BASIS[1]):
+    for skipped in tl.static_range(BASIS[1]):
         state = next_degree(state, zero + skipped, BASIS)
     return state
 
 
-@gluon.jit
-def skip_groups(state, group, DEGREES: gl.constexpr, BASIS: gl.constexpr):
+@triton.jit
+def skip_groups(state, group, DEGREES: tl.constexpr, BASIS: tl.constexpr):
     """The state at the first degree of a group of DEGREES, of that at the first degree in the product."""
     if BASIS[0] - BASIS[1] > DEGREES:
         for skipped in range(0, group * DEGREES):
