@@ -453,7 +453,6 @@ def _of_coefficients(problem: Problem) -> _Gradient:
     return _Gradient(blocks, arguments, programs, stored(splits, (terms, problem.num_out, problem.num_in)))
 
 
-_PREPARED_TOGETHER: Final = 1 << 23  # elements of dy and C
 _TENSORS: Final = 8  # that the kernel takes
 _UNUSED_SCALARS: Final = (
     "stride_go",
@@ -507,12 +506,6 @@ def coefficient_gradient(problem: Problem) -> Product:
 def takes_both(problem: Problem) -> bool:
     """Whether one launch makes both gradients: of small layers, for which nothing is prepared."""
     return not problem.is_large and not takes_pipelined(problem, True)
-
-
-def prepares_both(problem: Problem) -> bool:
-    """Whether both gradients' operands are prepared in one launch: where a launch counts, and memory for them at a time does not."""
-    elements = problem.rows * problem.num_out + problem.layer.terms * problem.num_out * problem.num_in
-    return takes_pipelined(problem, True) and problem.is_split and elements <= _PREPARED_TOGETHER
 
 
 def both_gradients(problem: Problem) -> Product:

@@ -5,12 +5,12 @@ Degree 0 is taken out of large products: it is a bias, and its gradient is sums 
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kan.kernels.operands import _low_halves_kernel, _transpose_both_kernel, _transpose_kernel
+from fastkron_py.kan.kernels.operands import _low_halves_kernel, _transpose_kernel
 from fastkron_py.kan.launches import whole_vectors
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
@@ -62,83 +62,22 @@ def halves(build: Builder, t: Tensor, with_low: bool, pads: bool) -> tuple[Tenso
     return copy, low if with_low else copy
 
 
-class Transposed(NamedTuple):
-    """Matrices transposed, for a tensor core that cuts off the bits TF32 does not hold; rows are runs of memory."""
-
-    itself: Tensor  # [..., N, M], or a few columns more
-    low: Tensor  # its low halves, where they were asked for, else the same
-    sums: Tensor  # [..., parts of M, N], each part's columns of the original summed up, where asked for
-
-
-def transposed(build: Builder, t: Tensor, with_low: bool, rounds: bool, pads: bool, first: int) -> Transposed:
-    """Contiguous ``[B, M, N]`` in float32, from matrix first on, transposed in one pass.
+def transposed(build: Builder, t: Tensor, with_low: bool, rounds: bool, pads: bool, first: int) -> tuple[Tensor, Tensor]:
+    """(``[B, M, N]`` in float32, from matrix first on, transposed; its low halves): for a tensor core that cuts off bits beyond TF32.
 
     Args:
         build: of the program.
-        t: the matrices.
-        with_low: whether to make low halves.
+        t: the matrices, whose rows are runs of memory.
+        with_low: whether to make low halves, for which else the result stands in.
         rounds: whether numbers become such that cutting rounds them.
         pads: whether rows of the result have `whole_vectors` of columns; padding columns are not written.
         first: matrix; those before are left out.
     """
-    found = _empty_transposed(build, t, with_low, pads, first)
-    _transpose(build, t, found, found.itself.shape[-1], {"LOW": with_low, "ROUND": rounds, "FIRST": first})
-    return found
-
-
-def transposed_gradient(build: Builder, dy: Tensor, with_low: bool, rounds: bool, with_sums: bool) -> Transposed:
-    """``[M, N]`` in float32, whose rows are runs, transposed to `whole_vectors` of columns; padding columns are not written."""
-    found = _empty_gradient(build, dy, with_low, with_sums)
-    _transpose(build, dy[None], found, found.itself.shape[-1], {"LOW": with_low, "ROUND": rounds, "SUMS": with_sums})
-    return found
-
-
-class Prepared(NamedTuple):
-    """Operands of both gradients in three passes, whose rows TMA takes."""
-
-    coefficients: Transposed
-    transposed_dy: Transposed
-    dy: tuple[Tensor, Tensor]  # and its low halves
-
-
-def prepared(build: Builder, coefficients: Tensor, dy: Tensor, first: int) -> Prepared:
-    """`transposed`, `transposed_gradient` and `halves` in one launch; sums of dy's columns if a degree is left out."""
-    c, across = _empty_transposed(build, coefficients, True, True, first), _empty_gradient(build, dy, True, first > 0)
-    degrees, c_rows, c_columns = coefficients.shape
-    rows, columns = dy.shape
-    copies = dy.stride(0) % 4 != 0
-    low = build.empty((rows, whole_vectors(columns)), dy.dtype)
-    upright = build.empty_like(low) if copies else dy
-    programs = (degrees - first) * -(-c_rows // _TILE) * -(-c_columns // _TILE)
-    sizes = {
-        "a_rows": c_rows,
-        "a_columns": c_columns,
-        "a_stride_n": c.itself.shape[-1],
-        "a_programs": programs,
-        "rows": rows,
-        "columns": columns,
-        "stride_m": dy.stride(0),
-        "stride_n": across.itself.shape[-1],
-        "stride_low": low.shape[1],
-    }
-    programs += -(-rows // _TILE) * -(-columns // _TILE)
-    operands = (coefficients, c.itself, c.low, dy, *across, low, upright)
-    flags = {"FIRST": first, "SUMS": first > 0, "COPY": copies, "BLOCK": _TILE, "num_warps": 8}
-    _launch(build, _transpose_both_kernel, programs, operands, **sizes, **flags)
-    return Prepared(c, across, (upright, low))
-
-
-def _empty_transposed(build: Builder, t: Tensor, with_low: bool, pads: bool, first: int) -> Transposed:
     batches, rows, columns = t.shape
     out = build.empty((batches - first, columns, whole_vectors(rows) if pads else rows), t.dtype)
-    return Transposed(out, build.empty_like(out) if with_low else out, out)
-
-
-def _empty_gradient(build: Builder, dy: Tensor, with_low: bool, with_sums: bool) -> Transposed:
-    rows, columns = dy.shape
-    out = build.empty((columns, whole_vectors(rows)), dy.dtype)
-    sums = build.empty((-(-rows // _TILE), columns), dy.dtype) if with_sums else out
-    return Transposed(out, build.empty_like(out) if with_low else out, sums)
+    low = build.empty_like(out) if with_low else out
+    _transpose(build, t, (out, low), out.shape[-1], {"LOW": with_low, "ROUND": rounds, "FIRST": first})
+    return out, low
 
 
 def transposed_in_blocks(build: Builder, t: Tensor, first: int, width: int, batches: int, rounds: bool) -> Tensor:
@@ -148,13 +87,13 @@ def transposed_in_blocks(build: Builder, t: Tensor, first: int, width: int, batc
     """
     rows, columns = t.shape[1:]
     out = build.empty((-(-columns // width) * batches * width, rows), t.dtype)
-    _transpose(build, t, (out, out, out), rows, {"FIRST": first, "ROUND": rounds, "WIDTH": width, "BATCHES": batches})
+    _transpose(build, t, (out, out), rows, {"FIRST": first, "ROUND": rounds, "WIDTH": width, "BATCHES": batches})
     return out
 
 
 def _transpose(build: Builder, t: Tensor, results: tuple[Tensor, ...], stride: int, flags: dict[str, Any]) -> None:
     batches, rows, columns = t.shape
-    flags = {"FIRST": 0, "LOW": False, "ROUND": False, "SUMS": False, "WIDTH": 0, "BATCHES": 0, **flags}
+    flags = {"FIRST": 0, "LOW": False, "ROUND": False, "WIDTH": 0, "BATCHES": 0, **flags}
     sizes = {"rows": rows, "columns": columns, "stride_b": t.stride(0), "stride_m": t.stride(1), "stride_n": stride}
     programs = (batches - flags["FIRST"]) * -(-rows // _TILE) * -(-columns // _TILE)
     _launch(build, _transpose_kernel, programs, (t, *results), **sizes, **flags, BLOCK=_TILE, num_warps=8)

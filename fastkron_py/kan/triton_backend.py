@@ -73,10 +73,8 @@ def _add_gradients_of_product(
     given = (build, problem, dy, x, coefficients, _table(build, x, problem.layer))
     if all(needs) and launches.takes_both(problem):
         return _add_both_gradients(*given)
-    together = all(needs) and launches.prepares_both(problem)
-    prepared = operands.prepared(build, coefficients, dy, problem.layer.first) if together else None
-    found = [_add_input_gradient(*given, prepared)] if needs[0] else []
-    return [*found, _add_coefficient_gradient(*given, prepared)] if needs[1] else found
+    found = [_add_input_gradient(*given)] if needs[0] else []
+    return [*found, _add_coefficient_gradient(*given)] if needs[1] else found
 
 
 def _add_both_gradients(build: Builder, problem: Problem, dy: Tensor, x: Tensor, coefficients: Tensor, table: Tensor) -> list[Tensor]:
@@ -87,23 +85,19 @@ def _add_both_gradients(build: Builder, problem: Problem, dy: Tensor, x: Tensor,
     return [dx, dcoef]
 
 
-def _add_input_gradient(
-    build: Builder, problem: Problem, dy: Tensor, x: Tensor, coefficients: Tensor, table: Tensor, prepared: operands.Prepared | None
-) -> Tensor:
+def _add_input_gradient(build: Builder, problem: Problem, dy: Tensor, x: Tensor, coefficients: Tensor, table: Tensor) -> Tensor:
     by_gemm = gemm_choice(problem)
     if by_gemm is not None:
         return _add_input_gradient_by_gemm(build, problem, by_gemm, dy, x, coefficients, table)
     product = launches.input_gradient(problem)
     if not product.transposed:
         coefficients = low = operands.aligned(build, coefficients)
-    elif prepared is None:
-        first = product.first if product.pipelined else 0
-        coefficients, low, _ = operands.transposed(build, coefficients, product.with_low, product.rounds, product.pipelined, first)
     else:
-        coefficients, low, _ = prepared.coefficients
+        first = product.first if product.pipelined else 0
+        coefficients, low = operands.transposed(build, coefficients, product.with_low, product.rounds, product.pipelined, first)
     dx = build.empty(x.shape, x.dtype)
     if product.pipelined:
-        halves = operands.halves(build, build.contiguous(dy), product.with_low, True) if prepared is None else prepared.dy
+        halves = operands.halves(build, build.contiguous(dy), product.with_low, True)
         described = (*_described(product.boxes_of_dy, *halves), x, *_described(product.boxes, coefficients, low), table)
         _add_product(build, product, described, (dx,))
     else:
@@ -111,23 +105,18 @@ def _add_input_gradient(
     return dx
 
 
-def _add_coefficient_gradient(
-    build: Builder, problem: Problem, dy: Tensor, x: Tensor, coefficients: Tensor, table: Tensor, prepared: operands.Prepared | None
-) -> Tensor:
+def _add_coefficient_gradient(build: Builder, problem: Problem, dy: Tensor, x: Tensor, coefficients: Tensor, table: Tensor) -> Tensor:
     product = launches.coefficient_gradient(problem)
     dcoef = build.empty(coefficients.shape, x.dtype)
-    if not product.transposed:
-        given = low = parts = dy
-    elif prepared is None:
-        given, low, parts = operands.transposed_gradient(build, dy, product.with_low, product.rounds, product.first == 1)
-    else:
-        given, low, parts = prepared.transposed_dy
+    given = low = dy
+    if product.transposed:
+        given, low = operands.transposed(build, dy[None], product.with_low, product.rounds, True, 0)
     if product.pipelined:
         _add_product(build, product, (*_described(product.boxes, given, low), x, table), (dcoef,))
     else:
         _add_product(build, product, (given, low, x, x, x, table), (None, dcoef))
     if product.first:
-        operands.store_column_sums(build, parts, dcoef)
+        operands.store_column_sums(build, dy, dcoef)
     return dcoef
 
 

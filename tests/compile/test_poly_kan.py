@@ -29,7 +29,6 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     assert names == PLAIN | PIPELINED | {
         "_low_halves_kernel",
         "_transpose_kernel",
-        "_transpose_both_kernel",
         "_gemm_kernel",
         "_sum_partials_kernel",
         "_sum_segments_kernel",

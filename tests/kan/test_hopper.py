@@ -12,7 +12,7 @@ from poly_kan_cases import coefficient_gradient, config_of, forward, gradients_o
 from poly_kan_on_numpy import pipelined
 from torch import Tensor
 
-from fastkron_py.kan import launches, plan
+from fastkron_py.kan import plan
 from fastkron_py.kan.layer_config import LayerConfig
 from fastkron_py.testing import assert_close
 
@@ -163,12 +163,8 @@ def test_widths_that_no_descriptor_takes(
 
 
 @pytest.mark.parametrize("basis", ["chebyshev", "rbf"])
-@pytest.mark.parametrize("together", [0, 1 << 30])
-def test_operands_of_both_gradients(
-    together: int, basis: str, launched: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prepared in one launch or in two; with a constant, whose gradient is sums of dy's columns, and without one."""
-    monkeypatch.setattr(launches, "_PREPARED_TOGETHER", together)
+def test_operands_of_both_gradients(basis: str, launched: list[str], generator: torch.Generator) -> None:
+    """With a constant, whose gradient is sums of dy's columns, and without one."""
     x, c, dy = problem(150, 37, 70, 3, torch.float32, torch.device("cpu"), generator)
     wide = torch.full((150, 90), torch.nan)
     wide[:, 8:78] = dy

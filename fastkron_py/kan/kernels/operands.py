@@ -39,23 +39,24 @@ def _low_halves_kernel(
 
 
 @triton.jit
-def _transpose_tile(
-    program,
-    tensors,  # x, its transposed, low halves of it, sums: see the kernel, as for all that follows
-    sizes,
-    strides,
-    FIRST: tl.constexpr,
-    LOW: tl.constexpr,
-    ROUND: tl.constexpr,
-    SUMS: tl.constexpr,
+def _transpose_kernel(
+    x_ptr,  # [FIRST + B, M, N], in these strides; float32 for LOW and ROUND
+    transposed_ptr,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up, BATCHES at least B; rows in this stride
+    low_ptr,  # the same shape, for LOW
+    rows,
+    columns,
+    stride_b,
+    stride_m,
+    stride_n,  # of the result
+    FIRST: tl.constexpr,  # matrices of x that are left out
+    LOW: tl.constexpr,  # also write low halves
+    ROUND: tl.constexpr,  # write numbers that round when a tensor core cuts them off
     WIDTH: tl.constexpr,
     BATCHES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One tile of `_transpose_kernel`."""
-    x_ptr, transposed_ptr, low_ptr, sums_ptr = tensors
-    rows, columns = sizes
-    stride_b, stride_m, stride_n = strides
+    """Matrices transposed, as operands of a tensor core whose columns run along the reduction."""
+    program = tl.program_id(0)
     tiles_m = tl.cdiv(rows, BLOCK)
     tiles_n = tl.cdiv(columns, BLOCK)
     batch = (program // (tiles_m * tiles_n)).to(tl.int64)
@@ -71,79 +72,6 @@ def _transpose_tile(
     tl.store(transposed_ptr + at, tl.where(x == x, rounded(x), x) if ROUND else x, mask=mask)
     if LOW:
         tl.store(low_ptr + at, _low_half(x), mask=mask)
-    if SUMS:
-        part = batch * tiles_m + program // tiles_n % tiles_m
-        tl.store(sums_ptr + part * columns + n, tl.sum(x, 1), mask=n < columns)
-
-
-@triton.jit
-def _transpose_kernel(
-    x_ptr,  # [FIRST + B, M, N], in these strides; float32 for LOW and ROUND
-    transposed_ptr,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up, BATCHES at least B; rows in this stride
-    low_ptr,  # the same shape, for LOW
-    sums_ptr,  # [B, tiles of rows, N], for SUMS
-    rows,
-    columns,
-    stride_b,
-    stride_m,
-    stride_n,  # of the result
-    FIRST: tl.constexpr,  # matrices of x that are left out
-    LOW: tl.constexpr,  # also write low halves
-    ROUND: tl.constexpr,  # write numbers that round when a tensor core cuts them off
-    SUMS: tl.constexpr,  # also sum up each tile's columns
-    WIDTH: tl.constexpr,
-    BATCHES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Matrices transposed, as operands of a tensor core whose columns run along the reduction."""
-    tensors = (x_ptr, transposed_ptr, low_ptr, sums_ptr)
-    strides = (stride_b, stride_m, stride_n)
-    _transpose_tile(tl.program_id(0), tensors, (rows, columns), strides, FIRST, LOW, ROUND, SUMS, WIDTH, BATCHES, BLOCK)
-
-
-@triton.jit
-def _transpose_both_kernel(
-    a_ptr,  # [FIRST + B, M, N], float32, in one run
-    a_transposed_ptr,  # [B, N, M], rows in this stride
-    a_low_ptr,
-    x_ptr,  # [M, N], float32, in this stride
-    transposed_ptr,  # [N, M], rows in this stride
-    low_ptr,
-    sums_ptr,  # [tiles of rows, N], for SUMS
-    upright_low_ptr,  # [M, N], low halves in rows of this stride
-    copy_ptr,  # [M, N] in the same rows, for COPY
-    a_rows,
-    a_columns,
-    a_stride_n,
-    a_programs,  # the first ones
-    rows,
-    columns,
-    stride_m,
-    stride_n,
-    stride_low,
-    FIRST: tl.constexpr,
-    SUMS: tl.constexpr,
-    COPY: tl.constexpr,  # also copy x
-    BLOCK: tl.constexpr,
-):
-    """`_transpose_kernel` of two operands, with their low halves, in one launch; also the low halves of the second as it is."""
-    program = tl.program_id(0)
-    if program < a_programs:
-        tensors = (a_ptr, a_transposed_ptr, a_low_ptr, a_low_ptr)
-        strides = (a_rows.to(tl.int64) * a_columns, a_columns, a_stride_n)
-        _transpose_tile(program, tensors, (a_rows, a_columns), strides, FIRST, True, False, False, 0, 0, BLOCK)
-    else:
-        tensors = (x_ptr, transposed_ptr, low_ptr, sums_ptr)
-        tiles_n = tl.cdiv(columns, BLOCK)
-        m = (program - a_programs) // tiles_n * BLOCK + tl.arange(0, BLOCK)
-        n = (program - a_programs) % tiles_n * BLOCK + tl.arange(0, BLOCK)
-        mask = (m < rows)[:, None] & (n < columns)[None, :]
-        x = tl.load(x_ptr + (m.to(tl.int64)[:, None] * stride_m + n[None, :]), mask=mask, other=0.0)
-        at = m.to(tl.int64)[:, None] * stride_low + n[None, :]
-        tl.store(upright_low_ptr + at, _low_half(x), mask=mask)
-        if COPY:
-            tl.store(copy_ptr + at, x, mask=mask)
-        _transpose_tile(program - a_programs, tensors, (rows, columns), (0, stride_m, stride_n), 0, True, False, SUMS, 0, 0, BLOCK)
 
 
 @triton.jit
