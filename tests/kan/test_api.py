@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import poly_kan
-from fastkron_py.kan import launches, operands, plan, program, torch_backend
+from fastkron_py.kan import launches, layer_config, operands, plan, program, torch_backend
 from fastkron_py.kan.api import own_bounds
 from fastkron_py.kan.bases.table import table_error_bound
 from fastkron_py.kan.launches import Stored, stored
@@ -244,6 +244,23 @@ def test_table(backend_name: str, device: torch.device, generator: torch.Generat
         # Slopes err by h / 2 of the second derivative: 1 / 60 of a curve with a few turns.
         assert_close(lines[1], exact[1], rms_tol=0.2, max_tol=0.5)
         assert_close(lines[2], exact[2], rms_tol=0.05, max_tol=0.2)
+
+
+def test_nothing_is_read_behind_a_table(
+    shared_out: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, device: torch.device, generator: torch.Generator
+) -> None:
+    """Five derivatives go in pairs: zero times what the sixth is made of. Behind the table's rows is somebody else's memory, here NaN."""
+    table = layer_config.basis_table
+
+    def before_nan(*arguments: Any) -> Tensor:
+        rows = table(*arguments)
+        return torch.cat([rows, torch.full_like(rows, math.nan)])[: len(rows)]
+
+    x, c, dy = problem(5, 6, 7, 5, torch.float64, device, generator)
+    with fastkron_py.backend("triton"):
+        expected = gradients(x, c, dy, evaluation="lut", lut_size=17)
+        monkeypatch.setattr(layer_config, "basis_table", before_nan)
+        assert all(map(torch.equal, gradients(x, c, dy, evaluation="lut", lut_size=17), expected))
 
 
 # ---- slices of the torch backend ------------------------------------------------------------------
