@@ -24,8 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed.tensor", "torch._inductor.config", "fastkron_py.distributed"]
-"""What the server imports, and its ranks use; deterministic algorithms import the third, which takes seconds."""
+import forked
+
 TIMEOUT = 120.0
 """Seconds after which a case counts as hanging. Nothing else depends on how fast ranks are."""
 DUMP = 30.0
@@ -70,8 +70,7 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forked.context()
         self._folder = tempfile.TemporaryDirectory(prefix="fastkron-ranks-")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

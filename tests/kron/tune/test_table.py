@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -15,6 +14,7 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from tuning_cases import CHAIN, UNMERGED, carry_out, choice, entry, kernels, launches_by, noted_launches, operands, problem, single
@@ -28,8 +28,6 @@ from fastkron_py.kron.tune.choice import TunedLaunch, is_offered
 from fastkron_py.kron.tune.table import TuningWarning, table_to_json
 from fastkron_py.runtime.device import absent
 from fastkron_py.testing import assert_close
-
-ROOT = Path(__file__).parents[3]
 
 
 def multiply(p=None):
@@ -102,21 +100,24 @@ def test_what_is_no_regular_file_is_not_opened(tables):
     tables.parent.mkdir(parents=True)
     os.mkfifo(tables)
     code = """
-import pathlib, sys
+import warnings
 from tuning_cases import entry
 from fastkron_py.kron.tune import table
-path = pathlib.Path(sys.argv[1])
-assert table.read(path) == {}
-assert not table.merge(path, [entry()])
+(path,) = arguments
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    found = table.read(path), table.merge(path, [entry()])
+parent.send((found, [str(w.message) for w in caught]))
 """
-    process = start(code, tables)
+    process, child = forked.start(code, tables)
     try:
-        _, errors = process.communicate(timeout=120)
+        assert child.poll(120)
+        found, warned = child.recv()
     finally:
         process.kill()
-    assert process.returncode == 0, errors
-    assert "is ignored: it is no regular file" in errors
-    assert "left as it was: it is no regular file" in errors
+    assert found == ({}, False)
+    assert "is ignored: it is no regular file" in warned[0]
+    assert "left as it was: it is no regular file" in warned[1]
 
 
 @pytest.mark.parametrize("microseconds", [pytest.param("1" + "0" * 400, id="400 digits"), "1e999", "NaN", "-1", "true", "null", '"5"'])
@@ -253,31 +254,19 @@ def test_a_failed_write_leaves_the_old_table(tables, monkeypatch):
     assert sorted(p.name for p in tables.parent.iterdir()) == [tables.name, tables.name + ".lock"]
 
 
-def start(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """Run Python code in a process that waits for `finish` where it reads its input."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, sys.path)])
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> int:
-    _, errors = process.communicate(timeout=120)
-    print(errors)
-    return process.returncode
-
-
 def test_a_writer_killed_halfway_leaves_the_old_table_and_no_lock(tables):
     assert table.merge(tables, [entry()])
     before = tables.read_bytes()
     code = """
-import os, pathlib, signal, sys
+import os, signal
 from tuning_cases import entry, problem
 from fastkron_py.kron.tune import table
 table.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-table.merge(pathlib.Path(sys.argv[1]), [entry(problem(rows=8))])
+table.merge(*arguments, [entry(problem(rows=8))])
 """
-    assert finish(start(code, tables)) == -signal.SIGKILL
+    process, _ = forked.start(code, tables)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     assert tables.read_bytes() == before
     assert table.merge(tables, [entry(problem(rows=16))])
     assert {p.rows for p in table.read(tables)} == {4, 16}
@@ -286,18 +275,19 @@ table.merge(pathlib.Path(sys.argv[1]), [entry(problem(rows=8))])
 @pytest.fixture
 def locked(tables) -> Iterator[Path]:
     """Another process holds the table's lock."""
+    tables.parent.mkdir(parents=True, exist_ok=True)
     code = """
-import pathlib, sys, filelock
-pathlib.Path(sys.argv[1]).parent.mkdir(parents=True, exist_ok=True)
-with filelock.FileLock(sys.argv[1] + ".lock"):
-    print("held", flush=True)
-    sys.stdin.readline()
+import filelock
+with filelock.FileLock(f"{arguments[0]}.lock"):
+    parent.send("held")
+    parent.recv()
 """
-    process = subprocess.Popen([sys.executable, "-c", code, str(tables)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    process, child = forked.start(code, tables)
+    assert child.poll(120)
+    assert child.recv() == "held"
     yield tables
-    process.communicate("\n", timeout=60)
+    child.send("go on")
+    process.join(60)
 
 
 def test_a_table_locked_by_another_process(locked, monkeypatch):
@@ -320,30 +310,29 @@ def test_a_table_locked_by_another_process(locked, monkeypatch):
 def test_processes_at_once_lose_nothing(writers, tables):
     """Each adds six entries, one by one, while this process reads and never sees half a table."""
     code = """
-import pathlib, sys, warnings
+import warnings
 from tuning_cases import entry, problem
 from fastkron_py.kron.tune import table
 warnings.simplefilter("error")
-path, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-print("ready", flush=True)
-sys.stdin.readline()
+path, number = arguments
+parent.send("ready")
+parent.recv()
 for i in range(6):
     assert table.merge(path, [entry(problem(rows=1 << (8 * i + number)))])
 """
-    processes = [start(code, tables, number) for number in range(writers)]
-    assert [process.stdout.readline() for process in processes] == ["ready\n"] * writers
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
+    processes, children = zip(*[forked.start(code, tables, number) for number in range(writers)], strict=True)
+    assert [child.poll(120) and child.recv() for child in children] == ["ready"] * writers
+    for child in children:
+        child.send("go")
     most = 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        while any(p.poll() is None for p in processes):
+        while any(p.is_alive() for p in processes):
             count = len(table.read(tables))
             assert count >= most
             most = count
             time.sleep(0.001)
-    assert [finish(process) for process in processes] == [0] * writers
+    assert [process.exitcode for process in processes] == [0] * writers
     assert {p.rows for p in table.read(tables)} == {1 << (8 * i + number) for i in range(6) for number in range(writers)}
     assert sorted(p.name for p in tables.parent.iterdir()) == [tables.name, tables.name + ".lock"]
 

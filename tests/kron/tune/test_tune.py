@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import forked
 import pytest
 import torch
 from tuning_cases import DEVICE, UNMERGED, choice, entry, kernels, noted_launches, problem, single
@@ -27,7 +24,6 @@ from fastkron_py.runtime.device import absent
 from fastkron_py.runtime.launch import Launcher
 from fastkron_py.testing import assert_close
 
-ROOT = Path(__file__).parents[3]
 FACTORS = [(3, 5), (4, 2)]
 BUDGET = 600.0  # seconds that no search here takes: a few trials end each
 
@@ -212,19 +208,19 @@ def test_equal_launches_change_together():
 def test_another_process_takes_it(tables):
     assert table.merge(tables, [entry()])
     code = """
-import sys
-sys.path.insert(0, sys.argv[1])
+import os
+(os.environ["FASTKRON_CACHE_DIR"],) = arguments
+os.environ.pop("FASTKRON_TUNING", None)
 from tuning_cases import operands, problem
 from fastkron_py.kron.forward import launches_of, multiply_problem
 from fastkron_py.kron.tune.table import tuned
 for x, factors in (operands(problem()), operands(problem(rows=64))):
     one = multiply_problem(x, factors, x.device, "highest")
-    print(len(launches_of(one, tuned(one, x.device))))
+    parent.send(len(launches_of(one, tuned(one, x.device))))
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    command = [sys.executable, "-c", code, str(ROOT / "tests")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["2", "1"]
+    process, child = forked.start(code, str(tables.parent))
+    assert [child.poll(120) and child.recv() for _ in range(2)] == [2, 1]
+    process.join(60)
 
 
 def test_a_product_of_a_rank_takes_it(tables, monkeypatch):
