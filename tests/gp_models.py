@@ -13,7 +13,7 @@ import torch
 from gpytorch import kernels
 from torch import Tensor
 
-STEPS = 50
+STEPS = 25
 
 
 @dataclass
