@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
-from launchers import HERE, JOB, LAUNCHERS, MPIEXEC, NO_MPI, start
+from launchers import HERE, JOB, LAUNCHERS, MPIEXEC, NO_MPI, clean_environment, start
 from rank_pool import TIMEOUT, RankPool
 
 from fastkron_py.distributed import ProcessGrid, init_process_group
@@ -72,10 +73,9 @@ def test_slurm() -> None:
 
 
 def test_alone() -> None:
-    code = (
-        "from fastkron_py.distributed import *; i = init_process_group('gloo'); g = ProcessGrid(); print(i.launcher, i.world_size, g.shape)"
-    )
-    result = start([sys.executable, "-W", "error", "-c", code])
+    code = "import warnings; warnings.simplefilter('error')\nfrom fastkron_py.distributed import *\n"
+    code += "i = init_process_group('gloo'); g = ProcessGrid(); print(i.launcher, i.world_size, g.shape)"
+    result = forked.run(code, environment=clean_environment())
     assert result.stdout == "single 1 (1, 1)\n", result.stderr
     assert result.stderr == ""
 
@@ -137,7 +137,7 @@ def test_an_allocation_without_srun() -> None:
     code = "import logging; logging.basicConfig(level='INFO')\nfrom fastkron_py.distributed import *\n"
     code += "print(init_process_group('gloo').launcher)"
     batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    result = start([sys.executable, "-c", code], **batch)
+    result = forked.run(code, environment=clean_environment(**batch))
     assert result.stdout == "single\n", result.stderr
     assert "<string>:3: RuntimeWarning: init_process_group: this process runs as the only rank in a Slurm allocation" in result.stderr
     assert "rank 0 of 1 on cpu, backend gloo, started by single" in result.stderr

@@ -11,11 +11,11 @@ import hashlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import forked
 import pytest
 import torch
 
@@ -92,7 +92,7 @@ def run(folder: Path, code: str, **environment: str) -> str:
     code = f"from pathlib import Path\nFOLDER = Path({str(folder)!r})\n{code}"
     paths = os.pathsep.join(path for path in sys.path if path)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"} | environment
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    done = forked.run(code, folder=folder, environment=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -18,25 +19,6 @@ HEAVY = (
 )
 
 
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-# Forks once for each program: what it imports beyond torch is as new there as in a process of its own, and torch is imported once.
-SERVER = """
-import json, os, sys, traceback, torch
-from pathlib import Path
-folder, programs = Path(sys.argv[1]), json.loads(sys.argv[2])
-for name, code in programs.items():
-    if child := os.fork():
-        os.waitpid(child, 0)
-        continue
-    for file, kind in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{name}.{kind}", os.O_WRONLY | os.O_CREAT), file)
-    try:
-        exec(code, {"__name__": "__main__"})
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    os._exit(0)
-"""
 PROGRAMS = {
     # Modules that it loads beyond torch's, where anything that asks CUDA is refused.
     "loaded": """
@@ -81,33 +63,35 @@ except AttributeError as error:
 import fastkron_py.distributed as d, fastkron_py.integrations as i
 print(json.dumps([*found, d.__name__, i.__name__]))
 """,
-    "distributed": f"import sys; sys.path.insert(0, {str(ROOT)!r}); import distributed",
-    "integrations": f"import sys; sys.path.insert(0, {str(ROOT)!r}); import integrations",
+    "distributed": "import distributed",
+    "integrations": "import integrations",
+    "info": """
+import json, sys
+from fastkron_py.cli.app import app
+sys.argv[1:] = ["info", "--json"]
+try:
+    app()
+finally:
+    assert "triton" not in sys.modules
+""",
 }
 
 
-class Printed(NamedTuple):
+@cache
+def printed(name: str) -> list[str]:
     """What a program printed."""
-
-    out: str
-    err: str
-
-    def value(self) -> list[str]:
-        assert self.err == ""
-        found: list[str] = json.loads(self.out)
-        return found
+    done = run(name)
+    assert (done.returncode, done.stderr) == (0, "")
+    found: list[str] = json.loads(done.stdout)
+    return found
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Printed]:
-    """Of each program, in a process that had imported nothing but torch."""
-    folder = tmp_path_factory.mktemp("programs")
-    command = [sys.executable, "-c", SERVER, str(folder), json.dumps(PROGRAMS)]
-    subprocess.run(command, timeout=240, env=ENVIRONMENT, check=True)
-    return {name: Printed(*[(folder / f"{name}.{kind}").read_text() for kind in ("out", "err")]) for name in PROGRAMS}
+def run(name: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return forked.run(PROGRAMS[name], folder=ROOT, environment=environment)
 
 
-def test_loads_little_beyond_torch(printed: dict[str, Printed]) -> None:
+def test_loads_little_beyond_torch() -> None:
     """Its own modules alone, and not those that have a first use to wait for: launchers, kernels of Triton, layers, other rooms."""
     late = (
         "cli",
@@ -122,32 +106,40 @@ def test_loads_little_beyond_torch(printed: dict[str, Printed]) -> None:
         "kan.kernels",
         "gated.kernels",
     )
-    loaded = printed["loaded"].value()
+    loaded = printed("loaded")
     assert [m for m in loaded if m.split(".")[0] != "fastkron_py"] == []
     assert [m for m in loaded if m.startswith(tuple(f"fastkron_py.{name}" for name in late))] == []
     assert 1 < len(loaded) < 140
 
 
-def test_imports_no_optional_package(printed: dict[str, Printed]) -> None:
-    assert sorted({*HEAVY} & {*printed["loaded"].value()}) == []
+def test_imports_no_optional_package() -> None:
+    assert sorted({*HEAVY} & {*printed("loaded")}) == []
 
 
-def test_plans_load_no_kernels_and_products_no_planner_of_gradients(printed: dict[str, Printed]) -> None:
-    assert printed["plans"].value() == []
+def test_plans_load_no_kernels_and_products_no_planner_of_gradients() -> None:
+    assert printed("plans") == []
 
 
-def test_calls_load_no_adapter_and_no_compiler(printed: dict[str, Printed]) -> None:
+def test_calls_load_no_adapter_and_no_compiler() -> None:
     """A call with tensors imports neither array-api-compat nor CuPy; backward passes of operators do not import the compiler."""
-    assert printed["calls"].value() == []
+    assert printed("calls") == []
+
+
+def test_info_initialises_no_triton() -> None:
+    done = run("info")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("room", ["distributed", "integrations"])
-def test_a_room_has_one_name(room: str, printed: dict[str, Printed]) -> None:
+def test_a_room_has_one_name(room: str) -> None:
     if not (ROOT / room / "__init__.py").is_file():
         pytest.skip("the tests run beside an installed package, without the source tree")
-    assert f"ImportError: import this package as fastkron_py.{room}, not as {room}" in printed[room].err
-    assert f"fastkron_py.{room}" in printed["looked_up"].value()[2:]
+    done = run(room)
+    assert done.returncode == 1
+    assert f"ImportError: import this package as fastkron_py.{room}, not as {room}" in done.stderr
+    assert f"fastkron_py.{room}" in printed("looked_up")[2:]
 
 
-def test_other_rooms_are_found_on_first_use(printed: dict[str, Printed]) -> None:
-    assert printed["looked_up"].value()[:2] == ["fastkron_py.distributed", "AttributeError"]
+def test_other_rooms_are_found_on_first_use() -> None:
+    assert printed("looked_up")[:2] == ["fastkron_py.distributed", "AttributeError"]

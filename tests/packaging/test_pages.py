@@ -12,6 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import forked
 import pytest
 from pages import DOCS, text
 from torchvision_import import import_torchvision
@@ -77,15 +78,15 @@ def run_code(code: str) -> subprocess.CompletedProcess[str]:
     missing = [name for name in sorted(names & EXTRAS) if find_spec(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    return program("-c", code)
+    return program(code)
 
 
-def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+def program(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python as a user would: one rank, no launcher."""
     path = os.pathsep.join(filter(None, sys.path))
     launchers = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {k: v for k, v in os.environ.items() if k not in launchers} | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=env, check=False)
+    environment = {k: v for k, v in os.environ.items() if k not in launchers} | {"PYTHONPATH": path}
+    return forked.run(code, *arguments, environment=environment)
 
 
 def guides() -> list[str]:
@@ -191,7 +192,8 @@ def examples(*pages: str) -> subprocess.CompletedProcess[str]:
     """Run the examples behind pages of the reference, in a process of their own with one rank."""
     if "integrations.md" in pages:
         pytest.importorskip("lycoris")
-    return program(str(Path(__file__).parent / "run_examples.py"), *[str(DOCS / "reference" / page) for page in pages])
+    code = f"import runpy\nrunpy.run_path({str(Path(__file__).parent / 'run_examples.py')!r}, run_name='__main__')"
+    return program(code, *[str(DOCS / "reference" / page) for page in pages])
 
 
 def missing(module: str, entries: Iterable[object]) -> list[str]:

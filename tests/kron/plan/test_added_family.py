@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import torch
 
 ROOT = Path(__file__).parents[3]
@@ -47,4 +46,5 @@ def test_the_documented_family(tmp_path: Path, device: torch.device) -> None:
     for path, code in files:
         assert not (tmp_path / path).exists()
         (tmp_path / path).write_text(code)
-    subprocess.run([sys.executable, "-c", CODE.format(device=str(device))], check=True, cwd=tmp_path)
+    done = forked.run(CODE.format(device=str(device)), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
