@@ -35,19 +35,22 @@ def compiled_for_gpus(cache: Path, is_for_table: bool = False) -> dict[tuple[str
 
     Args:
         cache: a folder for Triton's. Shared, since much of what is compiled for sm_90 is the same with and without some features.
-        is_for_table: also compile for problems that no test needs, and those kernels for sm_90 without a feature that spill nothing
-            where they are compared.
+        is_for_table: also compile for problems that no test needs, every launch for architectures other than sm_90, and those kernels
+            for sm_90 without a feature that spill nothing where they are compared.
     """
     with ThreadPoolExecutor(2) as pool:
         targets = [(capability,) for capability in BASELINES]
-        chosen = "all" if is_for_table else "tested"
-        found = dict(zip(targets, pool.map(lambda target: _kernels(cache, target, chosen), targets), strict=True))
+        chosen = {target: "all" if is_for_table else "tested" if target == ("9.0",) else "kinds" for target in targets}
+        found = dict(zip(targets, pool.map(lambda target: _kernels(cache, target, chosen[target]), targets), strict=True))
         compared: dict[tuple[str, ...], set[tuple[str, str]]] = {}
         for capability, baseline in BASELINES.items():
             names = {name for name, kernel in found[capability,].items() if kernel.spilled > 0}
             compared[baseline] = compared.get(baseline, set()) | names
         plain = [baseline for baseline in compared if baseline not in found]
-        made = pool.map(lambda target: _kernels(cache, target, chosen, None if is_for_table else sorted(compared[target])), plain)
+        made = pool.map(
+            lambda target: _kernels(cache, target, "all") if is_for_table else _kernels(cache, target, "tested", sorted(compared[target])),
+            plain,
+        )
         return found | dict(zip(plain, made, strict=True))
 
 

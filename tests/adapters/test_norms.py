@@ -38,7 +38,7 @@ def test_values_and_gradients(form: str) -> None:
 
         norms = partial(adapted_norms, weight, by_row=by_row, row_mask=mask)
         assert torch.autograd.gradcheck(norms, inputs)
-        assert torch.autograd.gradgradcheck(norms, inputs)
+        assert torch.autograd.gradgradcheck(norms, inputs, fast_mode=True)
 
 
 def test_a_row_of_zeros() -> None:

@@ -27,8 +27,7 @@ CPU = torch.device("cpu")
 def test_draws_are_reproducible_and_fit(device: str) -> None:
     limits = drawn.LIMITS[device]
     cases = drawn.cases(Draw(3, 200), torch.device(device))
-    assert cases == drawn.cases(Draw(3, 200), torch.device(device))
-    assert cases[:20] == drawn.cases(Draw(3, 20), torch.device(device))
+    assert cases[:60] == drawn.cases(Draw(3, 60), torch.device(device))
     assert [c.parameters for c in cases[:20]] != [c.parameters for c in drawn.cases(Draw(4, 20), torch.device(device))]
     assert len({c.label for c in cases}) == 200
     for c in cases:

@@ -1,15 +1,17 @@
 """Compile each kernel's first choice for one architecture, on a machine without a GPU; a line of JSON for each kernel.
 
-Arguments: the compute capability, such as 8.6; features of its record to leave out, such as has_wgmma, between commas; "tested" or
-"all" for the problems; and, if only some kernels are compiled, pairs of a problem and a kernel as JSON.
+Arguments: the compute capability, such as 8.6; features of its record to leave out, such as has_wgmma, between commas; "all" for every
+problem, "tested" for those of the tests, or "kinds" for the largest launch of each kind (`kind_of`) in these; and, if only some kernels
+are compiled, pairs of a problem and a kernel as JSON.
 Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -197,6 +199,30 @@ class Target(H100):
         return GPUTarget("cuda", self.arch, 32)
 
 
+def kind_of(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """What a launch computes, whatever its tiles and strides are: the kernel, dtypes, device functions, and which parts it has."""
+
+    def part(name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple([part(name, v) for v in value])
+        if isinstance(value, int) and not name.startswith("HAS_"):
+            return None
+        return getattr(value, "dtype", None) or getattr(value, "__name__", None) or repr(value)
+
+    return kernel.__name__, *[part(name, value) for name, value in arguments.items() if not name.startswith(("SHAPES", "EVEN", "TILE"))]
+
+
+def size_of(arguments: dict[str, Any]) -> int:
+    """A number that grows with the shared memory and the registers of a launch."""
+
+    def flat(value: Any) -> Iterator[int]:
+        for v in value if isinstance(value, tuple) else (value,):
+            yield from flat(v) if isinstance(v, tuple) else [v] if isinstance(v, int) else []
+
+    tiles = [max(1, size) for name, value in arguments.items() if name.startswith(("BLOCK", "TILE")) for size in flat(value)]
+    return math.prod(tiles) * arguments.get("num_stages", 1)
+
+
 def main() -> None:
     major, minor = map(int, sys.argv[1].split("."))
     driver.set_active(Target(major, minor))
@@ -204,13 +230,25 @@ def main() -> None:
     features = sys.argv[2].split(",") if sys.argv[2] else []
     wanted = {(problem, kernel) for problem, kernel in json.loads(sys.argv[4])} if sys.argv[4:] else None
     current = ""
+    largest: dict[tuple[Any, ...], tuple[int, Callable[[], None]]] = {}
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if wanted is not None and (current, self.__name__) not in wanted:
+        problem = current
+        if wanted is not None and (problem, self.__name__) not in wanted:
             return
-        compiled = launch(self, *args, grid=grid, warmup=True, **options)
-        line = {"problem": current, "kernel": self.__name__, "shared": compiled.metadata.shared}
-        print(json.dumps({**line, **resources(compiled.asm["cubin"])}), flush=True)
+
+        def compile_it() -> None:
+            compiled = launch(self, *args, grid=grid, warmup=True, **options)
+            line = {"problem": problem, "kernel": self.__name__, "shared": compiled.metadata.shared}
+            print(json.dumps({**line, **resources(compiled.asm["cubin"])}), flush=True)
+
+        if sys.argv[3] == "kinds":
+            arguments = {**dict(zip(self.arg_names, args, strict=False)), **options}
+            kind, size = kind_of(self, arguments), size_of(arguments)
+            if size > largest.get(kind, (0, compile_it))[0]:
+                largest[kind] = size, compile_it
+        else:
+            compile_it()
 
     jit.JITFunction.run = compile_only
     from fastkron_py.runtime import backend
@@ -225,6 +263,8 @@ def main() -> None:
         current = name
         if sys.argv[3] == "all" or name not in UNTESTED:
             run()
+    for _, compile_it in largest.values():
+        compile_it()
 
 
 if __name__ == "__main__":
