@@ -15,7 +15,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from plan_picture import picture
 
 from fastkron_py.distributed import Problem, plan
-from fastkron_py.kron.families.fragments import chained_config, chained_layout
+from fastkron_py.kron.families.fragments import Chain, chained_config, chained_layout
 from fastkron_py.kron.plan.steps import Step
 
 INK, MUTED, ACCENT = "#1f2933", "#7b8794", "#d64545"
@@ -176,7 +176,7 @@ def places_in_operand(labels: list[str], columns: int, warps: int) -> dict[str, 
 def tile_way(path: Path) -> None:
     """Which index bits of a tile are lanes, registers and warps in each product of a chain of three factors of 8."""
     steps = tuple(Step(i, i + 1, 8, 8) for i in range(3))
-    config = chained_config(steps, 4, 1, 1 << 20)
+    config = chained_config(Chain.of(steps), 4, 1, 1 << 20)
     if config is None:
         raise ValueError("steps must be a chain that the kernel takes")
     plan = chained_layout(steps, config.block_s, config.num_warps, 4, (False, True))

@@ -44,8 +44,8 @@ from fastkron_py.kron.families import (
     wgmma,
     whole_row,
 )
-from fastkron_py.kron.plan.steps import Launch, Step
-from fastkron_py.kron.planner import Place, placed_segment, widths_of
+from fastkron_py.kron.plan.steps import Launch, steps_of
+from fastkron_py.kron.planner import Place, placed_segment
 from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, Segment
 from fastkron_py.kron.rates import at_least
 from fastkron_py.runtime import device as devices
@@ -130,15 +130,15 @@ def segment_of(row: Row) -> Segment:
     """All of its factors."""
     problem = problem_of(row)
     place = Place(row.before * row.after, 1) if row.to_front else Place(row.before, row.after)
-    return placed_segment(problem, 0, len(row.factors), place, widths_of(problem), not row.to_front, True)
+    return placed_segment(problem, 0, len(row.factors), place, not row.to_front, True)
 
 
 def launch_of(row: Row) -> Launch:
     """The launch, whose steps count from the first factor."""
     ps, qs = zip(*row.factors, strict=True)
-    ends = [0, *itertools.accumulate(map(int, row.steps.split()))]
+    ends = (0, *itertools.accumulate(map(int, row.steps.split())))
     family = row.family if row.family in BY_NAME else torch_products.name
-    return Launch(tuple([Step.of(ps, qs, start, stop) for start, stop in itertools.pairwise(ends)]), family)
+    return Launch(steps_of(ps, qs, ends), family)
 
 
 def quantities(row: Row) -> tuple[str, dict[str, float]]:
@@ -153,9 +153,10 @@ def quantities(row: Row) -> tuple[str, dict[str, float]]:
             return "tile_chain", tile.chain_quantities(mode, launch, config)
         case fragments.name:
             sectors = fragments.run_sectors(segment.before, segment.after)
-            made = fragments.chained_config(steps, problem.itemsize, sectors, mode.slices)
+            chain = fragments.Chain.of(steps)
+            made = fragments.chained_config(chain, problem.itemsize, sectors, mode.slices)
             assert made is not None
-            return fragments.name if len(steps) == 1 else "fragments_chain", fragments.chained_quantities(mode, steps, made)
+            return fragments.name if len(steps) == 1 else "fragments_chain", fragments.chained_quantities(mode, chain, made)
         case narrow.name:
             return narrow.name, narrow.quantities(mode, steps[0])
         case slice_pair.name:

@@ -54,7 +54,7 @@ def seconds_of(problem: Any, plan: dict[str, Any]) -> float | None:
     """This revision's modelled seconds of another one's plan; None if it is of other factors, or has a launch that is no longer offered."""
     from fastkron_py.kron.families import offers
     from fastkron_py.kron.plan.steps import Launch, Step
-    from fastkron_py.kron.planner import placed_segment, places, widths_of
+    from fastkron_py.kron.planner import placed_segment, places
 
     if sorted([i for _, ends in plan["launches"] for j, k in ends for i in range(j, k)]) != [*range(problem.start, problem.stop)]:
         return None
@@ -64,7 +64,7 @@ def seconds_of(problem: Any, plan: dict[str, Any]) -> float | None:
     in_place, total = not plan["moves to front"], 0.0
     for launch, place in zip(launches, places(launches, problem.sizes, problem.shape[3], not in_place), strict=True):
         start, stop = launch.start - problem.start, launch.stop - problem.start
-        segment = placed_segment(problem, start, stop, place, widths_of(problem), in_place, launch is launches[-1])
+        segment = placed_segment(problem, start, stop, place, in_place, launch is launches[-1])
         made = offers(segment).get(launch.family, "")
         own = [] if isinstance(made, str) else [bid.seconds for bid in made if bid.launch.shifted(launch.start).steps == launch.steps]
         if not own:

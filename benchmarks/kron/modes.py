@@ -43,10 +43,10 @@ class Inputs:
         """Seconds of each algorithm by the closed form."""
         from fastkron_py.kron import forward  # imports Triton, as all that launches does
         from fastkron_py.kron.families import offers, torch_products, wgmma
-        from fastkron_py.kron.planner import segment_of, widths_of
+        from fastkron_py.kron.planner import segment_of
 
         problem = forward.multiply_problem(self.x.unsqueeze(0), [self.factor.unsqueeze(0)], self.x.device, "highest")
-        segment = segment_of(problem, 0, 1, widths_of(problem), True)
+        segment = segment_of(problem, 0, 1, True)
         if self.dy is not None:
             return gradient_times(segment.mode, wgmma.takes(self.x.dtype, problem.gpu) and problem.allows(wgmma.name))
         made = {name: offer for name, offer in offers(segment).items() if name in FAMILIES and not isinstance(offer, str)}

@@ -257,10 +257,10 @@ def _row(launch: Launch, share: float, others: dict[str, float | str]) -> Planne
 def _priced(problem: Problem, made: planner.Plan, number: int) -> tuple[float, dict[str, float | str]]:
     """The modelled seconds of a launch where it stands, and how many times that of other families is, or what is in their way."""
     from fastkron_py.kron.families import offers
-    from fastkron_py.kron.planner import placed_segment, widths_of
+    from fastkron_py.kron.planner import placed_segment
 
     launch, is_final = made.launches[number], number + 1 == len(made.launches)
-    segment = placed_segment(problem, launch.start, launch.stop, made.places[number], widths_of(problem), not made.transposed, is_final)
+    segment = placed_segment(problem, launch.start, launch.stop, made.places[number], not made.transposed, is_final)
     found = offers(segment)
     bids = {name: [] if isinstance(offer, str) else offer for name, offer in found.items()}
     own = min([bid.seconds for bid in bids[launch.family] if bid.launch.shifted(launch.start) == launch])

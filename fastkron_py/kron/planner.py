@@ -24,11 +24,6 @@ from fastkron_py.kron.problem import HostWork, Offer, Problem, Segment
 from fastkron_py.kron.rates import figure
 from fastkron_py.runtime.errors import value_error
 
-# Neighbours are formed up to this width, in real numbers: beyond it the extra FLOPs cost more than a step.
-MERGE_WIDTH: Final = 64
-# Widths up to which complex ones are; each gives a candidate. Gates of a circuit are narrow and many.
-COMPLEX_MERGES: Final = (16, 32, 64)
-
 # Of the time that a caller waits for the plan that is the fastest on the device, which a plan of less work for the host has to beat: hosts
 # differ by a factor of two, and a CUDA graph's replay waits for none.
 WORTH_WAITING: Final = 0.75
@@ -82,41 +77,42 @@ def places(launches: Sequence[Launch], sizes: Sequence[int], columns: int, trans
     return found
 
 
-def widths_of(problem: Problem) -> tuple[int, ...]:
-    """The widths, in real numbers, up to which neighbours are formed, outside of the register-resident kernel."""
-    return COMPLEX_MERGES if problem.parts > 1 else (MERGE_WIDTH,)
+def segment_of(problem: Problem, start: int, stop: int, in_place: bool) -> Segment:
+    """Neighbours start to stop of the factors that are multiplied, where they stand when it is their turn."""
+    place, is_final = _place_of(problem, start, stop, in_place)
+    return placed_segment(problem, start, stop, place, in_place, is_final)
 
 
-def segment_of(problem: Problem, start: int, stop: int, widths: tuple[int, ...], in_place: bool) -> Segment:
-    """Neighbours start to stop of the factors that are multiplied, where they stand when it is their turn.
+def _place_of(problem: Problem, start: int, stop: int, in_place: bool) -> tuple[Place, bool]:
+    """Where neighbours stand when it is their turn, and whether they are the last ones.
 
     To the front all later factors were multiplied before. In place those were that narrow x more, of equals the later ones; or all earlier
     ones, where z's columns have a stride of their own.
     """
-    shapes, is_final = problem.shapes, start == 0
-    if in_place and problem.ends_with_last:
-        earlier, later, is_final = [b for _, b in shapes[:start]], [a for a, _ in shapes[stop:]], stop == len(shapes)
-    elif in_place:
-        p, q = (math.prod([shape[side] for shape in shapes[start:stop]]) for side in (0, 1))
-        earlier = [b if b * p < a * q else a for a, b in shapes[:start]]
-        later = [b if b * p <= a * q else a for a, b in shapes[stop:]]
-        is_final = all([b * p < a * q for a, b in shapes[:start]]) and all([b * p <= a * q for a, b in shapes[stop:]])
-    else:
-        earlier, later = [a for a, _ in shapes[:start]], [b for _, b in shapes[stop:]]
-    place = Place(problem.before * math.prod(earlier), math.prod(later) * problem.after)
-    return placed_segment(problem, start, stop, place if in_place else Place(math.prod(place), 1), widths, in_place, is_final)
+    ps, qs = problem.sides
+    p, q = math.prod(ps[start:stop]), math.prod(qs[start:stop])
+    before, after, is_final, narrows = problem.before, problem.after, True, in_place and not problem.ends_with_last
+    for i, (a, b) in enumerate(problem.shapes):
+        if i < start:
+            is_done = b * p < a * q if narrows else in_place
+            before *= b if is_done else a
+        elif i >= stop:
+            is_done = b * p <= a * q if narrows else not in_place
+            after *= b if is_done else a
+        else:
+            continue
+        is_final = is_final and is_done
+    return Place(before, after) if in_place else Place(before * after, 1), is_final
 
 
-def placed_segment(
-    problem: Problem, start: int, stop: int, place: Place, widths: tuple[int, ...], in_place: bool, is_final: bool
-) -> Segment:
+def placed_segment(problem: Problem, start: int, stop: int, place: Place, in_place: bool, is_final: bool) -> Segment:
     """Neighbours start to stop of the factors that are multiplied, at this place.
 
     A lone launch of all modes leaves them where they are.
     """
-    ps, qs = (tuple([shape[side] for shape in problem.shapes[start:stop]]) for side in (0, 1))
-    is_first, is_last = start == 0 and problem.before == 1, stop == len(problem.shapes) and problem.after == 1
-    return Segment(problem, ps, qs, *place, in_place or (is_first and is_last), is_first, is_last, is_final, widths)
+    ps, qs = problem.sides
+    is_first, is_last = start == 0 and problem.before == 1, stop == len(ps) and problem.after == 1
+    return Segment(problem, ps[start:stop], qs[start:stop], *place, in_place or (is_first and is_last), is_first, is_last, is_final)
 
 
 # ---- which launches ----------------------------------------------------------------------------------------------------------
@@ -135,10 +131,11 @@ class Draft(NamedTuple):
 
 
 class _Bids:
-    """The offers of the families that may multiply, for segments of one problem; equal segments have the same."""
+    """The offers of the families that may multiply, for segments of one placement; equal segments have the same."""
 
-    def __init__(self, problem: Problem, in_place: bool) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, in_place: bool, keep: int) -> None:
+        """For a number of plans; of one plan, all but the best offers are left out."""
+        self.problem, self.in_place, self.keep = problem, in_place, keep
         self.families = [f for f in asked(problem) if (in_place or f.moves_to_front) and f.refusal(problem) is None]
         self.made: dict[tuple[object, ...], list[Offer]] = {}
         self.hosts: dict[HostWork, float] = {}
@@ -149,47 +146,46 @@ class _Bids:
             self.hosts[offer.host] = offer.host.seconds(self.problem.gpu)
         return self.hosts[offer.host]
 
-    def all_of(self, segment: Segment) -> list[Offer]:
-        """All offers, in the order of the families."""
-        key = segment[1:]
+    def at(self, start: int, stop: int, place: Place, is_final: bool) -> list[Offer]:
+        """The offers for neighbours start to stop at a place, in the order of the families."""
+        (ps, qs), is_first, is_last = self.problem.sides, start == 0, stop == len(self.problem.shapes)
+        key = ps[start:stop], qs[start:stop], place, is_first, is_last, is_final
         if key not in self.made:
+            segment = placed_segment(self.problem, start, stop, place, self.in_place, is_final)
             found = [family.offers(segment) for family in self.families]
-            self.made[key] = [offer for made in found if not isinstance(made, str) for offer in made]
+            offers = [offer for made in found if not isinstance(made, str) for offer in made]
+            self.made[key] = self._best_of(offers) if self.keep == 1 and len(offers) > 1 else offers
         return self.made[key]
 
-    def best_of(self, segment: Segment) -> list[Offer]:
+    def _best_of(self, found: list[Offer]) -> list[Offer]:
         """The offer of least seconds, of those that are about as good that of the first family; then others that are less for the host."""
-        found = self.all_of(segment)
-        if len(found) > 1:
-            least = min([offer.seconds for offer in found])
-            most = max(least * (1 + TIE), least + TIE_SECONDS)
-            tied = [(family_of(offer.launch).order, offer.seconds, i) for i, offer in enumerate(found) if offer.seconds <= most]
-            kept = [found[min(tied)[2]]]
-            if self.problem.counts_host:
-                for offer in sorted(found, key=lambda offer: offer.seconds):
-                    kept += [offer] if self.host_of(offer) < self.host_of(kept[-1]) else []
-            self.made[segment[1:]] = found = kept
-        return found
+        least = min([offer.seconds for offer in found])
+        most = max(least * (1 + TIE), least + TIE_SECONDS)
+        tied = [(family_of(offer.launch).order, offer.seconds, i) for i, offer in enumerate(found) if offer.seconds <= most]
+        kept = [found[min(tied)[2]]]
+        if self.problem.counts_host:
+            for offer in sorted(found, key=lambda offer: offer.seconds):
+                kept += [offer] if self.host_of(offer) < self.host_of(kept[-1]) else []
+        return kept
 
 
-def _search(problem: Problem, keep: int, widths: tuple[int, ...], in_place: bool, bids: _Bids) -> list[Draft]:
+def _search(bids: _Bids) -> list[Draft]:
     """The plans of least seconds of one placement, by dynamic programming over segments of neighbours.
 
     The longer one of two sums is no sum: where the host counts, the best plan may begin with a draft that is slower on the device, but not
     with one that is slower on both.
     """
-    offers_of, widest = bids.best_of if keep == 1 else bids.all_of, most_elements(problem)
-    best = [[Draft()]]
-    for stop in range(1, 1 + len(problem.shapes)):
+    problem, widest = bids.problem, most_elements(bids.problem)
+    (ps, qs), best = problem.sides, [[Draft()]]
+    for stop in range(1, 1 + len(ps)):
         found = list[Draft]()
         for start in range(stop - 1, -1, -1):
-            segment = segment_of(problem, start, stop, widths, in_place)
-            made = offers_of(segment)
-            if not made and math.prod(segment.ps) * math.prod(segment.qs) > widest**2:
+            made = bids.at(start, stop, *_place_of(problem, start, stop, bids.in_place))
+            if not made and math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > widest**2:
                 break  # wider than any tile, on one side at least, and longer segments only more so
             found += [draft.then(start, offer, bids.host_of(offer)) for draft in best[start] for offer in made]
         found.sort(key=lambda draft: (draft.seconds, len(draft.launches)))
-        best.append(_unbeaten(found) if problem.counts_host else found[:keep])
+        best.append(_unbeaten(found) if problem.counts_host else found[: bids.keep])
     return best[-1]
 
 
@@ -205,7 +201,7 @@ def _unbeaten(drafts: Sequence[Draft]) -> list[Draft]:
 def _refusal(problem: Problem) -> ValueError:
     """The error that says why the families that may make offers cannot multiply: of the first factors that none of them reaches."""
     for stop in range(1, 1 + len(problem.shapes)):
-        segments = [segment_of(problem, start, stop, widths_of(problem), True) for start in range(stop)]
+        segments = [segment_of(problem, start, stop, True) for start in range(stop)]
         found = [offers(segment) for segment in segments]
         if all([isinstance(offer, str) for made in found for offer in made.values()]):
             break
@@ -259,25 +255,22 @@ def plan(problem: Problem) -> Plan:
     return plans(problem)[0]
 
 
-def plans(problem: Problem, keep: int = 1, widths: Sequence[int] = ()) -> list[Plan]:
+def plans(problem: Problem, keep: int = 1) -> list[Plan]:
     """The plans of least modelled seconds, the best first.
 
     Args:
         problem: the multiply, of factors that are not empty.
         keep: how many plans, for every prefix of the factors too.
-        widths: in real numbers, up to which neighbours may be formed, outside of the register-resident kernel; none for those of the
-            closed form.
 
     Raises:
         ValueError: as `plan`.
     """
-    tried, found = tuple(widths) or widths_of(problem), list[Plan]()
-    may_move = len(problem.shapes) == len(problem.factor_shapes) and problem.shape[3] == 1
+    found, may_move = list[Plan](), len(problem.shapes) == len(problem.factor_shapes) and problem.shape[3] == 1
     if may_move:
-        found += [_to_front(problem, draft) for draft in _search(problem, keep, tried, False, _Bids(problem, False))]
+        found += [_made_of(problem, draft, True) for draft in _search(_Bids(problem, False, keep))]
     if not may_move or _may_stay(problem):
-        bids = _Bids(problem, True)
-        found += [_in_place(problem, draft, tried, bids) for draft in _search(problem, keep, tried, True, bids)]
+        bids = _Bids(problem, True, keep)
+        found += [_in_place(draft, bids) for draft in _search(bids)]
     if not found:
         raise _refusal(problem)
     found.sort(key=lambda made: (made.seconds, len(made.launches)))
@@ -287,7 +280,7 @@ def plans(problem: Problem, keep: int = 1, widths: Sequence[int] = ()) -> list[P
     return found[:keep]
 
 
-def time_of(problem: Problem, made: Plan) -> float:
+def time_of(problem: Problem, made: Plan | Draft) -> float:
     """The modelled seconds that a caller waits for: the device's, or the host's if these count and are more."""
     return max(made.seconds, figure("host", problem.gpu, "call") + made.host) if problem.counts_host else made.seconds
 
@@ -298,41 +291,43 @@ def _may_stay(problem: Problem) -> bool:
     return problem.half != "" or is_wide or len({q / p for p, q in problem.shapes}) > 1 or problem.families != ()
 
 
-def _to_front(problem: Problem, draft: Draft) -> Plan:
-    made = _placed(problem, [launch.shifted(start) for start, launch in reversed(draft.launches)], True)
-    return made._replace(seconds=draft.seconds, host=draft.host)
+def _made_of(problem: Problem, draft: Draft, transposed: bool) -> Plan:
+    """The plan of a draft's launches, the last factors first where they move to the front, else in the draft's order."""
+    launches = [launch.shifted(problem.start + start) for start, launch in (reversed(draft.launches) if transposed else draft.launches)]
+    return _placed(problem, launches, transposed)._replace(seconds=draft.seconds, host=draft.host)
 
 
-def _in_place(problem: Problem, draft: Draft, widths: tuple[int, ...], bids: _Bids) -> Plan:
+def _in_place(draft: Draft, bids: _Bids) -> Plan:
     """The plan in the order of least time.
 
     The draft has those first that narrow most, which moves the fewest elements. Some launches take longer where another mode stands, and
     with few columns one of the last modes writes runs that are shorter than a sector. A launch may pass to another family there.
     """
-    launches = [launch.shifted(problem.start + start) for start, launch in reversed(draft.launches)]
-    launches.sort(key=lambda launch: launch.q / launch.p)
-    best = _placed(problem, launches, False)._replace(seconds=draft.seconds, host=draft.host)
-    if not problem.ends_with_last and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for launch in launches]):
-        orders = [_repriced(problem, order, widths, bids, is_free) for is_free in (True, False) for order in permutations(launches)]
+    problem, launches = bids.problem, sorted(reversed(draft.launches), key=lambda made: made[1].q / made[1].p)
+    best = draft._replace(launches=tuple(launches))
+    if not problem.ends_with_last and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for _, launch in launches]):
+        orders = [_repriced(order, bids, is_free) for is_free in (True, False) for order in permutations(launches)]
         least = min(orders, key=lambda made: (time_of(problem, made), made.seconds))
         kept = time_of(problem, best)
         if time_of(problem, least) < min(kept * WORTH_ORDERING, kept - TIE_SECONDS):
-            return least
-    return best
+            best = least
+    return _made_of(problem, best, False)
 
 
-def _repriced(problem: Problem, launches: Sequence[Launch], widths: tuple[int, ...], bids: _Bids, is_free: bool) -> Plan:
+def _repriced(launches: Sequence[tuple[int, Launch]], bids: _Bids, is_free: bool) -> Draft:
     """The launches in place in this order, each by the best offer for its factors where they stand: of any family, or of its own."""
-    found, seconds, host = list[Launch](), 0.0, 0.0
-    made = _placed(problem, launches, False)
-    for launch, place in zip(made.launches, made.places, strict=True):
-        start, stop = launch.start - problem.start, launch.stop - problem.start
-        offers = bids.best_of(placed_segment(problem, start, stop, place, widths, True, launch is made.launches[-1]))
-        own = offers[:1] if is_free else [offer for offer in offers if offer.launch.family == launch.family]
-        offer = own[0] if own else Offer(math.inf, launch)
-        found.append(offer.launch.shifted(launch.start) if own else launch)
-        seconds, host = seconds + offer.seconds, host + bids.host_of(offer)
-    return made._replace(launches=found, seconds=seconds, host=host)
+    problem, made = bids.problem, Draft()
+    widths = list(problem.sizes)
+    for number, (start, launch) in enumerate(launches, 1):
+        first, stop = problem.start + start, problem.start + start + launch.stop
+        place = Place(math.prod(widths[:first]), math.prod(widths[stop:]) * problem.shape[3])
+        found = bids.at(start, start + launch.stop, place, number == len(launches))
+        own = found if is_free else [offer for offer in found if offer.launch.family == launch.family]
+        if not own:
+            return Draft(math.inf)
+        made = made.then(start, own[0], bids.host_of(own[0]))
+        widths[first:stop] = [launch.q] + [1] * (launch.stop - 1)
+    return made
 
 
 def _placed(problem: Problem, launches: Iterable[Launch], transposed: bool) -> Plan:

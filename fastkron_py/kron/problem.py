@@ -126,6 +126,11 @@ class Problem:
         return tuple([(s[-2], s[-1]) for s in self.factor_shapes[self.start : self.stop]])
 
     @cached_property
+    def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows of the factors that are multiplied, and their columns."""
+        return tuple([p for p, _ in self.shapes]), tuple([q for _, q in self.shapes])
+
+    @cached_property
     def before(self) -> int:
         """Elements of a row before the modes that are multiplied."""
         return math.prod(self.sizes[: self.start])
@@ -155,14 +160,15 @@ class Problem:
         """The name of a half type that tensor cores take from shared memory, else ""."""
         return str(self.dtype).removeprefix("torch.") if self.gpu.has_wgmma and self.gpu.has_shared_operands and self.itemsize == 2 else ""
 
+    @cached_property
+    def passes(self) -> int:
+        """Products of tensor cores that a product takes."""
+        return passes_of(self.dtype, self.precision)
+
     @property
     def ends_with_last(self) -> bool:
         """Whether the last modes are multiplied last, because z has a stride of its own between columns (see `Rows`)."""
         return self.z is not None and self.z.column is not None
-
-    def mode(self, before: int, after: int, p: int, q: int) -> Mode:
-        """One mode between this many elements of a row, multiplied by a factor p x q."""
-        return mode_of((*self.shape[:2], before, after), p, q, self.dtype, self.precision, self.gpu)
 
 
 def contiguous_problem(
@@ -176,7 +182,8 @@ def contiguous_problem(
     return Problem(shape, x, None, factor_shapes, strides, 0, len(shapes), sizes, False, precision, dtype, gpu)
 
 
-class Segment(NamedTuple):
+@dataclass(frozen=True)
+class Segment:
     """Neighbouring factors where they stand, which one launch may multiply: families make offers for it.
 
     It does not know the numbers of its factors, and steps of offers count from its first one.
@@ -191,7 +198,6 @@ class Segment(NamedTuple):
         is_first: no factor comes before.
         is_last: nothing comes after its modes, so that a slice is one run of memory.
         is_final: no other launch comes later, so that it adds z.
-        widths: in real numbers, up to which neighbours may be formed, outside of the register-resident kernel.
     """
 
     problem: Problem
@@ -203,14 +209,15 @@ class Segment(NamedTuple):
     is_first: bool
     is_last: bool
     is_final: bool
-    widths: tuple[int, ...]
 
-    @property
+    @cached_property
     def mode(self) -> Mode:
         """Its factors as one mode."""
-        adds, others = self.is_final and self.problem.z is not None, 0 if self.in_place else self.before
-        found = self.problem.mode(self.before, self.after, math.prod(self.ps), math.prod(self.qs))
-        return found._replace(adds=adds, to_front=others)
+        problem, parts = self.problem, self.problem.parts
+        (groups, rows), (p, q) = problem.shape[:2], (math.prod(self.ps), math.prod(self.qs))
+        adds, others = self.is_final and problem.z is not None, 0 if self.in_place else self.before
+        sizes = (groups, rows * self.before, self.after, parts * p, parts * q, problem.itemsize)
+        return Mode(*sizes, problem.passes, problem.gpu, adds, others)
 
 
 class HostWork(NamedTuple):
@@ -236,8 +243,8 @@ class Offer(NamedTuple):
     host: HostWork = HostWork()
 
 
-class Mode(NamedTuple):
-    """A multiply of one mode ``[.., P, after]``, or the gradient of its factor, as models of seconds see it.
+class _Mode(NamedTuple):
+    """The fields of `Mode`.
 
     Attributes:
         batches: of factors.
@@ -263,7 +270,14 @@ class Mode(NamedTuple):
     adds: bool = False
     to_front: int = 0
 
-    @property
+
+class Mode(_Mode):
+    """A multiply of one mode ``[.., P, after]``, or the gradient of its factor, as models of seconds see it.
+
+    All offers for a segment share one, and the numbers that it has worked out.
+    """
+
+    @cached_property
     def slices(self) -> int:
         """Slices of one batch."""
         return self.runs * self.after
@@ -288,7 +302,7 @@ class Mode(NamedTuple):
         """Seconds between two launches that wait for each other."""
         return figure("launch", self.gpu, "wait")
 
-    @property
+    @cached_property
     def at_once(self) -> int:
         """Multiprocessors that share the work, as models of time see them."""
         return self.gpu.modelled_multiprocessors
@@ -301,7 +315,12 @@ class Mode(NamedTuple):
 
     def operating(self, operations: float) -> float:
         """Seconds of this number of operations of a multiprocessor's tensor cores."""
-        return operations * self.passes * self.at_once / self.gpu.rate(self.itemsize)
+        return operations * self.passes * self.at_once / self.rate
+
+    @cached_property
+    def rate(self) -> float:
+        """Operations a second of the tensor cores."""
+        return self.gpu.rate(self.itemsize)
 
     def moving(self, elements: float) -> float:
         """Seconds in which a multiprocessor moves this number of elements, if all do."""
@@ -312,11 +331,15 @@ class Mode(NamedTuple):
         """Whether runs of x are whole vectors."""
         return (self.p if self.after == 1 else self.after) * self.itemsize % VECTOR_BYTES == 0
 
-    @property
+    @cached_property
     def streamed(self) -> float:
         """Seconds to move what does not stay in the cache, at the least."""
         moved = self.batches * self.slices * (self.p + self.q) * self.itemsize
         return max(0.0, moved - CACHE_BYTES) / self.gpu.bandwidth
+
+    @cached_property
+    def _moves(self) -> dict[tuple[int, int], dict[str, float]]:
+        return {}
 
     def moves(self, block_s: int, run: int) -> dict[str, float]:
         """The quantities that a launch of tiles has in common with all others, in seconds: what it reads of x and writes of the result.
@@ -330,7 +353,12 @@ class Mode(NamedTuple):
             "addresses", by which loads and stores of less than 16 bytes are more; "sectors", of runs that share these with others;
             "in_place" and "crossing", bytes and elements that are moved where something comes after the mode, and where tiles cross runs.
         """
-        read, written = (self.batches * self.slices * side * self.itemsize / self.gpu.bandwidth for side in (self.p, self.q))
+        if (block_s, run) not in self._moves:
+            self._moves[block_s, run] = self._moved(block_s, run)
+        return self._moves[block_s, run]
+
+    def _moved(self, block_s: int, run: int) -> dict[str, float]:
+        read, written = [self.batches * self.slices * side * self.itemsize / self.gpu.bandwidth for side in (self.p, self.q)]
         small, elements = self.itemsize < WORD, WORD * (read + written) / self.itemsize
         found = {"start": MICROSECOND, "bytes": read + written, "streamed": self.streamed, "elements": elements if small else 0.0}
         if self.after > 1:
@@ -342,7 +370,7 @@ class Mode(NamedTuple):
                 "in_place": moved,
                 "crossing": elements if crosses else 0.0,
             }
-        loads, stores = (VECTOR_BYTES / math.gcd(side * self.itemsize, VECTOR_BYTES) - 1 for side in (self.p, self.q))
+        loads, stores = [VECTOR_BYTES / math.gcd(side * self.itemsize, VECTOR_BYTES) - 1 for side in (self.p, self.q)]
         if not self.to_front:
             return found | {"addresses": read * loads + written * stores}
         stores, sectors, crosses = self._runs(block_s, math.gcd(self.to_front, block_s), self.to_front)

@@ -217,7 +217,7 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
     """
     from fastkron_py.kron.forward import multiply_problem
     from fastkron_py.kron.kernels.epilogues import TO_FLOAT8, TO_INTEGERS
-    from fastkron_py.kron.problem import LaunchProblem, Rows
+    from fastkron_py.kron.problem import LaunchProblem, Rows, mode_of
 
     x, factors = problem.x, problem.factors
     ps, qs = ([f.shape[i] for f in factors] for i in (1, 2))
@@ -225,10 +225,10 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
     if (whole.families and slice_pair.name not in whole.families) or slice_pair.refusal(whole) or not _converts_to(kind, device):
         return None
     # A byte has two columns of int4, of one row of a slice.
-    pairs = [pair for pair in slice_pair.slice_pairs(ps, qs, 0, len(factors)) if kind != "int4" or pair[1].q % 2 == 0]
+    pairs = [pair for pair in slice_pair.slice_pairs(ps, qs) if kind != "int4" or pair[1].q % 2 == 0]
     if not pairs:
         return None
-    mode = whole.mode(1, 1, math.prod(ps), math.prod(qs))
+    mode = mode_of((*whole.shape[:2], 1, 1), math.prod(ps), math.prod(qs), x.dtype, precision, whole.gpu)
     launch = Launch(min(pairs, key=lambda pair: slice_pair.seconds(mode, pair)), slice_pair.name)
     rows, width = x.shape[1], launch.q // (2 if kind == "int4" else 1)
     made = LaunchProblem(

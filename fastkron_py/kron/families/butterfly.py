@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.plan.steps import Launch, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
 from fastkron_py.kron.rates import priced
 
@@ -324,7 +324,7 @@ def offers(segment: Segment) -> list[Offer] | str:
     if sum([_width(p) for p in ps]) < _LEAST_BITS:
         return f"takes rows of at least 2^{_LEAST_BITS} elements"
     seconds = priced(name, problem.gpu, problem.itemsize, quantities(segment.mode, ps))
-    return [Offer(seconds, Launch(tuple([Step.of(ps, segment.qs, i, i + 1) for i in range(len(ps))]), name))]
+    return [Offer(seconds, Launch(steps_of(ps, segment.qs, tuple(range(len(ps) + 1))), name))]
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:

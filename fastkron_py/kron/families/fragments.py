@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits_of, without
-from fastkron_py.kron.plan.steps import Launch, Step, balanced, chain_work, merged, run_of
+from fastkron_py.kron.plan.steps import ChainWork, Launch, Step, balanced, chain_work, merged, run_of, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
 from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, is_power_of_two, next_power_of_two
@@ -227,33 +227,44 @@ MOST_PROGRAMS: Final = 32
 MOST_WARPS: Final = 16  # of a multiprocessor, as registers allow
 
 
-def fits_chained(steps: Sequence[Step], block_s: int, num_warps: int, warpgroup: bool = True) -> bool:
-    """Whether the kernel can take a chain on tiles of block_s slices: the single statement of its limits.
+class Chain(NamedTuple):
+    """What the steps of a launch say of its tiles.
 
-    Args:
-        steps: of the launch, first factors first.
-        block_s: a power of two.
-        num_warps: of a program.
-        warpgroup: as in `ChainedConfig`.
+    Attributes:
+        length: its number of steps.
+        width: of the widest one, padded.
+        factors: elements of the factors, padded.
+        is_padded: some size is no power of two, or below 8.
+        work: of the chain.
     """
-    pads = [(chained_pad(s.p), chained_pad(s.q)) for s in steps]
-    if not warpgroup and any((s.p, s.q) != pad for s, pad in zip(steps, pads, strict=True)):
-        return False  # nor room for the masks of padding
-    widest = WARP_WIDTH if not warpgroup else SINGLE_WIDTH if len(steps) == 1 else CHAIN_WIDTH
-    if len(steps) > MOST_STEPS or max(map(max, pads)) > widest or num_warps not in (4, 8, 16):
-        return False
-    shortest, most = _extent(pads)
-    return block_s * shortest >= WARP_ROWS * num_warps and block_s * most <= THREAD_ELEMENTS * 32 * num_warps
 
+    length: int
+    width: int
+    factors: int
+    is_padded: bool
+    work: ChainWork
 
-def _extent(pads: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """(rows of the shortest left operand, most elements) of one slice as it passes through a chain."""
-    width = most = shortest = math.prod(p for p, _ in pads)
-    for p, q in reversed(pads):
-        shortest = min(shortest, width // p)
-        width = width // p * q
-        most = max(most, width)
-    return shortest, most
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> Chain:
+        """Those of steps, first factors first."""
+        pads = [(chained_pad(s.p), chained_pad(s.q)) for s in steps]
+        is_padded = any([(s.p, s.q) != pad for s, pad in zip(steps, pads, strict=True)])
+        return cls(len(pads), max(map(max, pads)), sum([p * q for p, q in pads]), is_padded, chain_work(pads))
+
+    def fits(self, block_s: int, num_warps: int, warpgroup: bool = True) -> bool:
+        """Whether the kernel can take it on tiles of block_s slices, a power of two: the single statement of its limits.
+
+        Args:
+            block_s: see above.
+            num_warps: of a program.
+            warpgroup: as in `ChainedConfig`.
+        """
+        if not warpgroup and self.is_padded:
+            return False  # nor room for the masks of padding
+        widest = WARP_WIDTH if not warpgroup else SINGLE_WIDTH if self.length == 1 else CHAIN_WIDTH
+        if self.length > MOST_STEPS or self.width > widest or num_warps not in (4, 8, 16):
+            return False
+        return block_s * self.work.rows >= WARP_ROWS * num_warps and block_s * self.work.widest <= THREAD_ELEMENTS * 32 * num_warps
 
 
 def run_sectors(before: int, after: int) -> int:
@@ -264,57 +275,57 @@ def run_sectors(before: int, after: int) -> int:
     return 2 if after != 1 else 1 if before != 1 else 0
 
 
-def chained_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slices: int) -> ChainedConfig | None:
+def chained_config(chain: Chain, itemsize: int, sectors: int, num_slices: int) -> ChainedConfig | None:
     """The tile for a chain, or None where the kernel cannot take one.
 
     Args:
-        steps: of the launch, first factors first.
+        chain: the steps.
         itemsize: bytes of an element of x and y: 2 or 4.
         sectors: see `run_sectors`; tiles of eight warps at most are made for the second.
         num_slices: slices there are in all.
     """
-    pads = [(chained_pad(s.p), chained_pad(s.q)) for s in steps]
-    if max(map(max, pads)) == SINGLE_WIDTH:
-        return ChainedConfig(128, 8, 1, 0) if fits_chained(steps, 128, 8) else None
-    shortest, most = _extent(pads)
+    if chain.width > (SINGLE_WIDTH if chain.length == 1 else CHAIN_WIDTH):
+        return None
+    if chain.width == SINGLE_WIDTH:
+        return ChainedConfig(128, 8, 1, 0)
+    most = chain.work.widest
     run = max(1, min(sectors, 1) * SECTOR_BYTES // itemsize, min(sectors * SECTOR_BYTES // itemsize, 2 * TILE // most))
-    block_s = max(run, min(TILE // most, next_power_of_two(num_slices)), 4 * WARP_ROWS // shortest, 1)
+    block_s = max(run, min(TILE // most, next_power_of_two(num_slices)), 4 * WARP_ROWS // chain.work.rows, 1)
     num_warps = 4 * max(1, block_s * most // TILE)
-    if WIDEST_TILE < block_s * most <= WARP_TILE and fits_chained(steps, block_s, 16, False):
+    if WIDEST_TILE < block_s * most <= WARP_TILE and chain.fits(block_s, 16, False):
         # In runs of single sectors on both sides, where slices are consecutive in x too, two launches are faster.
         return ChainedConfig(block_s, 16, 0, 0, False) if sectors < 2 else None
-    if block_s * most > WIDEST_TILE or not fits_chained(steps, block_s, num_warps):
+    if block_s * most > WIDEST_TILE or not chain.fits(block_s, num_warps):
         return None
-    shared_elements = 2 * sum(p * q for p, q in pads)
-    loops = sectors == 0 and len(steps) > 1 and shared_elements > block_s * most // 2
+    loops = sectors == 0 and chain.length > 1 and 2 * chain.factors > block_s * most // 2
     return ChainedConfig(block_s, num_warps, 8 // num_warps or 1 if loops else 0, 128 if num_warps == 8 else 0)
 
 
-def chained_quantities(mode: Mode, steps: Sequence[Step], config: ChainedConfig) -> dict[str, float]:
+def chained_quantities(mode: Mode, chain: Chain, config: ChainedConfig) -> dict[str, float]:
     """Those of a chain in registers, whose elements change threads between two steps, and of one step."""
-    pads = [(chained_pad(s.p), chained_pad(s.q)) for s in steps]
-    work = chain_work(pads)
+    work = chain.work
     tiles = mode.batches * ceil(mode.slices, config.block_s)
     turns, rounds = mode.rounds(tiles, config.programs_per_sm or max(1, MOST_WARPS // config.num_warps))
     moves, block = mode.moves(config.block_s, run_of(1, mode.after, config.block_s)), rounds * config.block_s
-    is_masked = any([(s.p, s.q) != pad for s, pad in zip(steps, pads, strict=True)])
     return moves | {
         "rounds": turns * MICROSECOND,
         "operations": mode.operating(2 * block * work.products),
         "tiles": mode.moving(block * (work.read + work.written)),
         "exchanged": mode.moving(block * (work.passed - work.read - work.written)),
-        "masked": moves["bytes"] if is_masked else 0.0,
+        "masked": moves["bytes"] if chain.is_padded else 0.0,
         "crowded": moves["bytes"] if config.num_warps == MOST_WARPS else 0.0,
-        "wide_start": MICROSECOND if max(map(max, pads)) > CHAIN_WIDTH else 0.0,
+        "wide_start": MICROSECOND if chain.width > CHAIN_WIDTH else 0.0,
     }
 
 
 @lru_cache(maxsize=4096)
-def _launches(ps: tuple[int, ...], qs: tuple[int, ...]) -> list[Launch]:
+def _launches(ps: tuple[int, ...], qs: tuple[int, ...]) -> list[tuple[Launch, Chain]]:
     """Candidates for a launch of these factors."""
-    by_width, count = [merged(ps, qs, 0, len(ps), width) for width in CHAINED_MERGES], min(MOST_STEPS, len(ps))
-    found = by_width + [balanced(ps, qs, 0, len(ps), steps) for steps in range(1, 1 + count)]
-    return [Launch(steps, name) for steps in dict.fromkeys(found)]
+    by_width = [ends for ends in [merged(ps, qs, width) for width in CHAINED_MERGES] if len(ends) <= 1 + MOST_STEPS]
+    ends = dict.fromkeys(by_width + [balanced(ps, qs, count) for count in range(1, 1 + min(MOST_STEPS, len(ps)))])
+    launches = [Launch(steps_of(ps, qs, each), name) for each in ends]
+    found = [(launch, Chain.of(launch.steps)) for launch in launches]
+    return [made for made in found if made[1].width <= SINGLE_WIDTH and made[1].work.widest <= WARP_TILE]
 
 
 def kernel() -> Any:
@@ -356,11 +367,11 @@ def most_elements(problem: Problem) -> int:
 def offers(segment: Segment) -> list[Offer] | str:
     """Chains of steps whose tile stays in registers, of every way to form neighbours that is worth comparing."""
     problem, mode, found, sectors = segment.problem, segment.mode, list[Offer](), run_sectors(segment.before, segment.after)
-    for launch in _launches(segment.ps, segment.qs):
-        config = chained_config(launch.steps, problem.itemsize, sectors, max(1, mode.slices))
+    for launch, chain in _launches(segment.ps, segment.qs):
+        config = chained_config(chain, problem.itemsize, sectors, max(1, mode.slices))
         if config is not None:
-            quantities = chained_quantities(mode, launch.steps, config)
-            section = name if len(launch.steps) == 1 else "fragments_chain"
+            quantities = chained_quantities(mode, chain, config)
+            section = name if chain.length == 1 else "fragments_chain"
             found.append(Offer(priced(section, problem.gpu, problem.itemsize, quantities), launch))
     return found or "no tile has room for such steps"
 
@@ -370,7 +381,8 @@ def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, i
 
     A plan that leaves modes in place may have runs of memory in mind that no tile has room for: shorter ones take their place.
     """
-    found = (chained_config(launch.steps, itemsize, sectors, num_slices) for sectors in range(run_sectors(*around), -1, -1))
+    chain = Chain.of(launch.steps)
+    found = (chained_config(chain, itemsize, sectors, num_slices) for sectors in range(run_sectors(*around), -1, -1))
     first = next(filter(None, found), None)
     return () if first is None else (first,)
 
@@ -381,7 +393,7 @@ def obstacle(launch: Launch, config: Any, itemsize: int) -> str | None:
         return f"programs_per_sm = {config.programs_per_sm}"
     if config.max_registers and not REGISTERS[0] <= config.max_registers <= REGISTERS[1]:
         return f"max_registers = {config.max_registers}"
-    if not is_power_of_two(config.block_s) or not fits_chained(launch.steps, config.block_s, config.num_warps, config.warpgroup):
+    if not is_power_of_two(config.block_s) or not Chain.of(launch.steps).fits(config.block_s, config.num_warps, config.warpgroup):
         return f"the chain does not fit into the registers: {config}"
     return None
 

@@ -137,11 +137,11 @@ def refusal(problem: Problem) -> str | None:
 
 def offers(segment: Segment) -> list[Offer] | str:
     """One step of all factors."""
-    problem = segment.problem
-    step = Step(0, len(segment.ps), math.prod(segment.ps), math.prod(segment.qs), problem.parts)
-    if not is_narrow(problem.parts * step.p, problem.parts * step.q, problem.itemsize):
+    problem, mode = segment.problem, segment.mode
+    if not is_narrow(mode.p, mode.q, problem.itemsize):
         return f"takes one step of up to {WIDTH} columns and {ELEMENTS[problem.itemsize]} elements, in real numbers"
-    return [Offer(priced(name, problem.gpu, problem.itemsize, quantities(segment.mode, step)), Launch((step,), name))]
+    step = Step(0, len(segment.ps), mode.p // problem.parts, mode.q // problem.parts, problem.parts)
+    return [Offer(priced(name, problem.gpu, problem.itemsize, quantities(mode, step)), Launch((step,), name))]
 
 
 def quantities(mode: Mode, step: Step) -> dict[str, float]:

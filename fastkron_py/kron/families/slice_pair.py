@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
-from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step, padded
+from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step, padded, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
 from fastkron_py.kron.rates import figure, priced
 from fastkron_py.runtime.gpu import GPU, HOPPER
@@ -167,32 +167,18 @@ def turns_of(steps: Sequence[Step]) -> int:
     return next((n for n in range(1, matrices) if matrices % n == 0 and sums <= n * MOST_SUMS), matrices)
 
 
-def slice_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, Step]]:
-    """The pairs of steps that multiply factors start to stop and that the kernel takes.
-
-    Args:
-        ps: rows of the factors.
-        qs: columns of the factors.
-        start: first factor.
-        stop: one past the last factor.
-    """
-    for split in range(start + 1, stop):
-        first, second = Step.of(ps, qs, start, split), Step.of(ps, qs, split, stop)
-        if min(first.p, first.q, second.p, second.q) >= NARROWEST and _best_tiling((first, second)) is not None:
-            yield first, second
+def slice_pairs(ps: Sequence[int], qs: Sequence[int]) -> Iterator[tuple[Step, ...]]:
+    """The pairs of steps that multiply factors of these rows and columns and that the kernel takes."""
+    for split in range(1, len(ps)):
+        steps = first, second = steps_of(ps, qs, (0, split, len(ps)))
+        if min(first.p, first.q, second.p, second.q) >= NARROWEST and _best_tiling(steps) is not None:
+            yield steps
 
 
-def slice_triples(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, Step, Step]]:
-    """The same with a small square factor in the middle, which takes no product: a slice is as many matrices as that has rows.
-
-    Args:
-        ps: rows of the factors.
-        qs: columns of the factors.
-        start: first factor.
-        stop: one past the last factor.
-    """
-    for at in range(start + 1, stop - 1):
-        steps = first, middle, second = Step.of(ps, qs, start, at), Step.of(ps, qs, at, at + 1), Step.of(ps, qs, at + 1, stop)
+def slice_triples(ps: Sequence[int], qs: Sequence[int]) -> Iterator[tuple[Step, ...]]:
+    """The same with a small square factor in the middle, which takes no product: a slice is as many matrices as that has rows."""
+    for at in range(1, len(ps) - 1):
+        steps = first, middle, second = steps_of(ps, qs, (0, at, at + 1, len(ps)))
         widths = (first.p, first.q, second.p, second.q)
         is_small = middle.p == middle.q > 1 and min(widths) >= LEAST_LEFT and max(widths) <= WIDEST
         if is_small and turns_of(steps) <= MOST_TURNS:
@@ -294,7 +280,7 @@ def offers(segment: Segment) -> list[Offer] | str:
     """The pairs of steps, and those with a small factor in the middle, of the last factors."""
     if not segment.in_place or not segment.is_last:
         return "takes slices that are runs of memory, and leaves them in place"
-    factors, found = (segment.ps, segment.qs, 0, len(segment.ps)), list[Offer]()
+    factors, found = (segment.ps, segment.qs), list[Offer]()
     for steps in (*slice_pairs(*factors), *slice_triples(*factors)):
         found.append(Offer(seconds(segment.mode, steps), Launch(steps, name)))
     return found or f"takes two steps from {NARROWEST} to {WIDEST_LEFT} and {WIDEST_RIGHT} wide whose sums fit into registers"

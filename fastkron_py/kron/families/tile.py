@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from fastkron_py.kron.plan.steps import (
     DOT_SIDE,
     Launch,
-    chain_work,
     merged,
     padded,
     run_of,
+    steps_of,
     tile_constants,
 )
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
@@ -33,12 +34,17 @@ order: Final = 0
 moves_to_front: Final = True
 add: Final = add_launch
 
+# Neighbours are formed up to this width, in real numbers: beyond it the extra FLOPs cost more than a step.
+MERGE_WIDTH: Final = 64
+# Widths up to which complex ones are; each gives a candidate. Gates of a circuit are narrow and many.
+COMPLEX_MERGES: Final = (16, 32, 64)
 # Steps wider than this, in real numbers, loop over blocks of the factor and are not chained.
 CHAIN_WIDTH: Final = 64
 LARGE_CHAIN: Final = 1024  # real numbers of a slice, beyond which a multiprocessor has no room for two tiles
 CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
+SINGLE_SLICES: Final = 128  # of a tile of a single step, as the closed form takes it, at most
 # The most that a configuration may ask for, whatever the GPU.
 SINGLE_TILE: Final = 1 << 15  # elements of any one tile of a single step: more take a compiler minutes
 WARPS: Final = (1, 2, 4, 8, 16)
@@ -101,16 +107,6 @@ def _fitting(configs: Sequence[_C], shared_memory: Callable[[_C], int], gpu: GPU
     return (*dropwhile(lambda c: shared_memory(c) > gpu.shared_memory, configs[:-1]), configs[-1])
 
 
-def _least_rows(launch: Launch) -> int:
-    """The rows that a slice has in the chain's shortest product."""
-    rest, found = math.prod(s.p_pad for s in launch.steps), []
-    for s in reversed(launch.steps):
-        rest //= s.p_pad
-        found.append(rest)
-        rest *= s.q_pad
-    return min(found)
-
-
 def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int, gpu: GPU) -> tuple[ChainConfig, ...]:
     """Tiles for a chain that fit the GPU, the preferred one first, then others that need less shared memory.
 
@@ -127,7 +123,7 @@ def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int, 
     if itemsize == 8 and not gpu.has_float64_cores:
         block_s, run = max(1, block_s // 2), 1  # products take longer than stores of less than a sector
     block_s = max(min(block_s, next_power_of_two(num_slices)), run)
-    least = math.ceil(DOT_SIDE / _least_rows(launch))
+    least = ceil(DOT_SIDE, launch.work.rows)
     block_s = max(block_s, least)
     warps = 8 if block_s * width > 4096 or itemsize == 8 else 4
     smaller = max(least, block_s // 2)
@@ -151,17 +147,16 @@ def single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU, par
         gpu: where it runs.
         parts: real numbers of an element.
     """
-    configs = _single_configs(p, q, itemsize, num_slices, gpu)
+    configs = _single_configs(p, q, itemsize, min(SINGLE_SLICES, max(DOT_SIDE, next_power_of_two(num_slices))), gpu)
     if parts > 1 and max(padded(p), padded(q)) > CHAIN_WIDTH:
         configs = configs[-2:]  # larger blocks of wide factors have no room for parts in shared memory, or spill
     return _fitting(configs, lambda config: single_shared_memory(config, itemsize, parts), gpu)
 
 
-def _single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU) -> tuple[SingleConfig, ...]:
+@lru_cache(maxsize=1024)
+def _single_configs(p: int, q: int, itemsize: int, block_s: int, gpu: GPU) -> tuple[SingleConfig, ...]:
     block_p, block_q = padded(p), padded(q)
-    slices = max(DOT_SIDE, next_power_of_two(num_slices))
-    block_s = min(128, slices)
-    spare = SingleConfig(min(32, slices), min(block_p, 32), min(block_q, 32), 4, 1, 2)
+    spare = SingleConfig(min(32, block_s), min(block_p, 32), min(block_q, 32), 4, 1, 2)
     if itemsize == 8 and not gpu.has_float64_cores:
         return (spare,)  # larger blocks spill
     widest = max(block_p, block_q)
@@ -220,12 +215,9 @@ def step_seconds(mode: Mode) -> float:
 
 def chain_quantities(mode: Mode, launch: Launch, config: ChainConfig) -> dict[str, float]:
     """Those of a chain, whose tiles pass through shared memory between two steps."""
-    parts, work = launch.parts, chain_work([(s.p_pad, s.q_pad) for s in launch.steps])
+    parts, work, moves = launch.parts, launch.work, mode.moves(config.block_s, run_of(1, mode.after, config.block_s))
     _, rounds = mode.rounds(mode.batches * ceil(mode.slices, config.block_s), config.programs_per_sm)
-    exchanged, moves = (
-        mode.moving(rounds * config.block_s * work.passed * parts),
-        mode.moves(config.block_s, run_of(1, mode.after, config.block_s)),
-    )
+    exchanged = mode.moving(rounds * config.block_s * work.passed * parts)
     return moves | {
         "operations": mode.operating(2 * rounds * config.block_s * work.products * parts**2),
         "exchanged": exchanged,
@@ -247,11 +239,17 @@ def most_elements(problem: Problem) -> int:
 def offers(segment: Segment) -> list[Offer] | str:
     """One step of any width, or a chain of several where its tile fits on chip."""
     problem, found = segment.problem, list[Offer]()
-    merge = (segment.ps, segment.qs, 0, len(segment.ps))
-    for launch in dict.fromkeys(Launch(merged(*merge, width // problem.parts, problem.parts), name) for width in segment.widths):
+    for launch in _launches(segment.ps, segment.qs, problem.parts):
         if len(launch.steps) == 1 or (is_chain(launch, problem.itemsize, segment.is_last) and not _spills(launch, problem)):
             found.append(Offer(seconds(segment, launch), launch))
     return found or "a chain does not fit on chip"
+
+
+@lru_cache(maxsize=4096)
+def _launches(ps: tuple[int, ...], qs: tuple[int, ...], parts: int) -> list[Launch]:
+    """Candidates for a launch of these factors, of elements of this number of parts."""
+    widths = COMPLEX_MERGES if parts > 1 else (MERGE_WIDTH,)
+    return [Launch(steps_of(ps, qs, ends, parts), name) for ends in dict.fromkeys([merged(ps, qs, width // parts) for width in widths])]
 
 
 def _spills(launch: Launch, problem: Problem) -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import Bit, bits_of, digits_of
-from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step
+from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
 from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU, HOPPER
@@ -67,28 +67,20 @@ def sizes_of(steps: Sequence[Step]) -> tuple[int, int, int, int, int, int, int]:
     return a.p, a.q, middle[0].p if middle else 1, m.p, m.q, c.p, c.q
 
 
-def whole_rows(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, ...]]:
-    """The steps, three or four, by which the kernel multiplies factors start to stop.
-
-    Args:
-        ps: rows of the factors.
-        qs: columns of the factors.
-        start: first factor.
-        stop: one past the last factor.
-    """
-    if math.prod(ps[start:stop]) > MOST_ELEMENTS or math.prod(qs[start:stop]) > 2 * MOST_ELEMENTS:
+def whole_rows(ps: Sequence[int], qs: Sequence[int]) -> Iterator[tuple[Step, ...]]:
+    """The steps, three or four, by which the kernel multiplies factors of these rows and columns."""
+    if math.prod(ps) > MOST_ELEMENTS or math.prod(qs) > 2 * MOST_ELEMENTS:
         return
     for count in (2, 3):
-        for cuts in combinations(range(start + 1, stop), count):
-            ends = (start, *cuts, stop)
-            steps = tuple([Step.of(ps, qs, i, j) for i, j in pairwise(ends)])
+        for cuts in combinations(range(1, len(ps)), count):
+            steps = steps_of(ps, qs, (0, *cuts, len(ps)))
             if _takes(steps):
                 yield steps
 
 
 def takes_whole_rows(ps: Sequence[int], qs: Sequence[int]) -> bool:
     """Whether the kernel multiplies the last factors, from some factor on."""
-    return any(steps for start in range(len(ps)) for steps in whole_rows(ps, qs, start, len(ps)))
+    return any(steps for start in range(len(ps)) for steps in whole_rows(ps[start:], qs[start:]))
 
 
 def _takes(steps: Sequence[Step]) -> bool:
@@ -342,7 +334,7 @@ def offers(segment: Segment) -> list[Offer] | str:
     if not segment.in_place or not segment.is_last:
         return "takes rows that are runs of memory, and leaves them in place"
     mode, found = segment.mode, list[Offer]()
-    for steps in whole_rows(segment.ps, segment.qs, 0, len(segment.ps)):
+    for steps in whole_rows(segment.ps, segment.qs):
         found.append(Offer(priced(name, problem.gpu, problem.itemsize, quantities(mode, steps)), Launch(steps, name)))
     return found or f"takes three or four steps of {SIDES} or {SQUARES} rows and columns"
 

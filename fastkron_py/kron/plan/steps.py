@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 # The smallest side of a tensor-core product in Triton.
 DOT_SIDE: Final = 16
 HALF_VECTOR: Final = 8  # elements of half types in the 16 bytes that a thread loads or stores at once
+
+Ends = tuple[int, ...]  # of steps: the first factor, then one past the last factor of each
 
 
 def padded(size: int, parts: int = 1) -> int:
@@ -27,11 +30,6 @@ class Step:
     p: int
     q: int
     parts: int = 1
-
-    @classmethod
-    def of(cls, ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Step:
-        """The step of factors start to stop, of factors with these rows and columns."""
-        return cls(start, stop, math.prod(ps[start:stop]), math.prod(qs[start:stop]))
 
     @cached_property
     def p_pad(self) -> int:
@@ -85,17 +83,20 @@ class Launch:
 
     def shifted(self, offset: int) -> Launch:
         """The same launch with offset added to its factors' numbers."""
-        return replace(self, steps=tuple(replace(s, start=s.start + offset, stop=s.stop + offset) for s in self.steps))
+        if offset == 0:
+            return self
+        steps = [Step(s.start + offset, s.stop + offset, s.p, s.q, s.parts) for s in self.steps]
+        return Launch(tuple(steps), self.family, self.config)
+
+    @cached_property
+    def work(self) -> ChainWork:
+        """What its steps do to a slice, padded as they are held on chip."""
+        return chain_work([(s.p_pad, s.q_pad) for s in self.steps])
 
     @property
     def tile_width(self) -> int:
-        """Widest the padded slice gets, in real numbers, while the chain runs (last step first)."""
-        width = math.prod(s.p_pad for s in self.steps)
-        widest = width
-        for s in reversed(self.steps):
-            width = width // s.p_pad * s.q_pad
-            widest = max(widest, width)
-        return widest * self.parts
+        """Widest the padded slice gets, in real numbers, while the chain runs."""
+        return self.work.widest * self.parts
 
 
 class ChainWork(NamedTuple):
@@ -106,51 +107,57 @@ class ChainWork(NamedTuple):
         written: after the last one.
         products: multiply-adds of all steps.
         passed: that the steps read and write, all together.
+        widest: most at a time.
+        rows: of the shortest product.
     """
 
     read: int
     written: int
     products: int
     passed: int
+    widest: int
+    rows: int
 
 
 def chain_work(pads: Sequence[tuple[int, int]]) -> ChainWork:
     """The work of a chain whose steps have these padded (P, Q); it runs from the last."""
-    read = width = math.prod([p for p, _ in pads])
+    read = width = widest = rows = math.prod([p for p, _ in pads])
     products = passed = 0
     for p, q in reversed(pads):
-        rest = width // p * q
+        count = width // p
+        rest = count * q
         products, passed, width = products + width * q, passed + width + rest, rest
-    return ChainWork(read, width, products, passed)
+        widest, rows = max(widest, rest), min(rows, count)
+    return ChainWork(read, width, products, passed, widest, rows)
 
 
-def merged(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, width: int, parts: int = 1) -> tuple[Step, ...]:
-    """Multiply neighbours out, from the last, as long as they stay within this width, in elements of this number of parts."""
-    steps: list[Step] = []
-    end = stop
-    while end > start:
-        begin = end - 1
-        p, q = ps[begin], qs[begin]
-        while begin > start and p * ps[begin - 1] <= width and q * qs[begin - 1] <= width:
-            begin -= 1
-            p, q = p * ps[begin], q * qs[begin]
-        steps.append(Step(begin, end, p, q, parts))
-        end = begin
-    return tuple(reversed(steps))
+def merged(ps: Sequence[int], qs: Sequence[int], width: int) -> Ends:
+    """The ends of steps of neighbours multiplied out, from the last, as long as they stay within this width, in elements."""
+    ends, p, q = [len(ps)], 1, 1
+    for i in range(len(ps) - 1, -1, -1):
+        p, q = p * ps[i], q * qs[i]
+        if i + 1 < ends[-1] and (p > width or q > width):
+            ends.append(i + 1)
+            p, q = ps[i], qs[i]
+    return (0, *reversed(ends))
 
 
-def balanced(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, count: int) -> tuple[Step, ...]:
-    """Multiply neighbours out to count steps of about the same width."""
-    weights = [math.log2(max(2, p, q)) for p, q in zip(ps[start:stop], qs[start:stop], strict=True)]
-    total, done, ends = sum(weights), 0.0, [start]
+def balanced(ps: Sequence[int], qs: Sequence[int], count: int) -> Ends:
+    """The ends of count steps of neighbours multiplied out, of about the same width."""
+    weights = [math.log2(max(2, p, q)) for p, q in zip(ps, qs, strict=True)]
+    total, done, ends = sum(weights), 0.0, [0]
     for i, weight in enumerate(weights[:-1]):
         done += weight
         # The cut that comes nearest to the next share; every later step needs a factor too.
-        due = done + weights[i + 1] / 2 > total * len(ends) / count or stop - start - 1 - i == count - len(ends)
+        due = done + weights[i + 1] / 2 > total * len(ends) / count or len(ps) - 1 - i == count - len(ends)
         if due and len(ends) < count:
-            ends.append(start + i + 1)
-    cuts = zip(ends, [*ends[1:], stop], strict=True)
-    return tuple(Step.of(ps, qs, first, last) for first, last in cuts)
+            ends.append(i + 1)
+    return (*ends, len(ps))
+
+
+def steps_of(ps: Sequence[int], qs: Sequence[int], ends: Ends, parts: int = 1) -> tuple[Step, ...]:
+    """The steps of all factors, of elements of this number of parts, each up to the next end."""
+    return tuple([Step(i, j, math.prod(ps[i:j]), math.prod(qs[i:j]), parts) for i, j in pairwise(ends)])
 
 
 def run_of(before: int, after: int, block_s: int) -> int:

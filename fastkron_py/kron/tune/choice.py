@@ -12,7 +12,7 @@ import torch
 
 from fastkron_py.kron.families import BY_NAME, TUNABLE, offers
 from fastkron_py.kron.plan.steps import Launch, Step
-from fastkron_py.kron.planner import MERGE_WIDTH, segment_of
+from fastkron_py.kron.planner import segment_of
 
 if TYPE_CHECKING:
     from fastkron_py.kron import problem as problems
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 ITEMSIZE: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FACTORS_MOST: Final = 64
 INTERPRETER: Final = "interpreter"  # in place of a device's name
-# Up to which neighbours may be multiplied out in a choice.
-WIDTHS: Final = (MERGE_WIDTH, 32, 16)
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,11 @@ class TunedLaunch:
     def as_launch(self, factors: Sequence[tuple[int, int]]) -> Launch:
         """The launch as it is planned, for factors of these shapes."""
         ps, qs = [p for p, _ in factors], [q for _, q in factors]
-        return Launch(tuple([Step.of(ps, qs, start, stop) for start, stop in self.steps]), self.family, self.config)
+        return Launch(
+            tuple([Step(start, stop, math.prod(ps[start:stop]), math.prod(qs[start:stop])) for start, stop in self.steps]),
+            self.family,
+            self.config,
+        )
 
     def __str__(self) -> str:
         """A line for people: the factors of each step, the family, its blocks, warps, stages and programs a multiprocessor."""
@@ -165,7 +167,7 @@ def is_offered(choice: Choice, factors: Sequence[tuple[int, int]], problem: prob
     """Whether the families of a choice that has no `obstacle` offer all of its launches for this problem, in this or another order."""
     for launch in [replace(tuned, config=None).as_launch(factors) for tuned in choice.launches]:
         asked = replace(problem, families=(launch.family,))
-        found = [offers(segment_of(asked, launch.start, launch.stop, WIDTHS, placed)).get(launch.family, "") for placed in (False, True)]
+        found = [offers(segment_of(asked, launch.start, launch.stop, placed)).get(launch.family, "") for placed in (False, True)]
         made = [bid.launch.shifted(launch.start) for offer in found if not isinstance(offer, str) for bid in offer]
         if not any((one.steps, one.family) == (launch.steps, launch.family) for one in made):
             return False

@@ -19,7 +19,7 @@ from fastkron_py.kron.families import BY_NAME, TUNABLE, family_of
 from fastkron_py.kron.forward import is_mergeable, launches_of, multiply_problem, with_whole_rows
 from fastkron_py.kron.planner import choose, plans
 from fastkron_py.kron.tune.api import TuningProgress, TuningResult
-from fastkron_py.kron.tune.choice import WIDTHS, Choice, TunedLaunch, is_offered, obstacle, problem_of
+from fastkron_py.kron.tune.choice import Choice, TunedLaunch, is_offered, obstacle, problem_of
 from fastkron_py.kron.tune.table import lookup
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
@@ -93,7 +93,7 @@ def whole_plans(multiply: problems.Problem) -> list[Choice]:
     found = [closed, Choice(closed.launches[::-1])]
     for names, keep in (((), PLANS), *[((name,), 1) for name in BY_NAME]):
         with contextlib.suppress(ValueError):  # a family that does not take some of the factors
-            made = plans(replace(multiply, families=names, counts_host=False), keep, WIDTHS)
+            made = plans(replace(multiply, families=names, counts_host=False), keep)
             found += [Choice(tuple(map(TunedLaunch.of, one.launches))) for one in made]
     return list(dict.fromkeys(found))
 

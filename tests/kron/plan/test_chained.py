@@ -17,6 +17,7 @@ from fastkron_py.kron.families.fragments import (
     CHAIN_WIDTH,
     SINGLE_WIDTH,
     WARP_ROWS,
+    Chain,
     ChainedConfig,
     ChainedStep,
     Fragments,
@@ -44,10 +45,10 @@ def chains(draw: st.DrawFn) -> tuple[tuple[Step, ...], ChainedConfig, int, tuple
     steps = steps_of(draw(st.lists(sizes, min_size=1, max_size=1 if single else 4)))
     itemsize = draw(st.sampled_from([2, 4]))
     runs = draw(st.sampled_from([(False, False), (False, True), (True, True)]))
-    config = chained_config(steps, itemsize, sum(runs), draw(st.integers(1, 10**6)))
+    config = chained_config(Chain.of(steps), itemsize, sum(runs), draw(st.integers(1, 10**6)))
     if config is None:
         steps = steps_of([(8, 16), (16, 8)])
-        config = chained_config(steps, itemsize, 1, 1000)
+        config = chained_config(Chain.of(steps), itemsize, 1, 1000)
     assert config is not None
     return steps, config, itemsize, runs
 
@@ -144,7 +145,7 @@ def test_x_is_loaded_into_operand_registers(chain):
 )
 def test_a_chain_that_takes_half_of_the_registers(shapes, itemsize, sectors, expected):
     """64 elements for each thread of sixteen warps, which warpgroups would leave no registers for."""
-    assert chained_config(steps_of(shapes), itemsize, sectors, 10**6) == expected
+    assert chained_config(Chain.of(steps_of(shapes)), itemsize, sectors, 10**6) == expected
 
 
 def touched(layout, stride_s: int, stride_m: int, itemsize: int, vector: int) -> set[int]:
@@ -160,7 +161,7 @@ def touched(layout, stride_s: int, stride_m: int, itemsize: int, vector: int) ->
 def test_whole_sectors_are_stored(shapes, itemsize):
     """A warp's store fills every sector that it touches, in the transposed form, where slices run in y."""
     steps = steps_of(shapes)
-    config = chained_config(steps, itemsize, 1, 10**6)
+    config = chained_config(Chain.of(steps), itemsize, 1, 10**6)
     assert config is not None
     plan = chained_layout(steps, config.block_s, config.num_warps, itemsize, (False, True))
     vector = 0
@@ -180,7 +181,7 @@ def test_whole_sectors_are_stored(shapes, itemsize):
     ],
 )
 def test_what_it_refuses(shapes, itemsize, sectors):
-    assert chained_config(steps_of(shapes), itemsize, sectors, 1000) is None
+    assert chained_config(Chain.of(steps_of(shapes)), itemsize, sectors, 1000) is None
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_runs_of_slices_fill_sectors(place, least, itemsize):
     """One sector in y, two where x is read in runs of slices too; whole rows need none."""
     sectors = run_sectors(*place)
     assert sectors == least
-    config = chained_config(steps_of([(8, 8)] * 3), itemsize, sectors, 10**6)
+    config = chained_config(Chain.of(steps_of([(8, 8)] * 3)), itemsize, sectors, 10**6)
     assert config is not None
     # Of three 8s in half precision, tiles of eight warps hold one sector only.
     assert config.block_s * itemsize >= min(sectors, itemsize // 2) * SECTOR_BYTES

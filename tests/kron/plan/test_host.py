@@ -62,7 +62,7 @@ def test_no_draft_that_may_be_the_best_is_dropped(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tile, "offers", offers)
     monkeypatch.setattr(HostWork, "seconds", lambda self, gpu: 1e-4 * self.launches)
     problem = replace(contiguous_problem([(2, 2)] * 4, 10, 1, torch.float32, HOPPER), counts_host=True)
-    drafts = planner._search(problem, 1, (64,), False, planner._Bids(problem, False))
+    drafts = planner._search(planner._Bids(problem, False, 1))
     least = min([max(made) for count in (2, 3, 4) for made in sums(count)])
     assert min([max(draft.seconds, draft.host) for draft in drafts]) == pytest.approx(1e-4 * least)
 

@@ -8,9 +8,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning import DTYPES, planned
 
-from fastkron_py.kron.families.tile import CHAIN_WIDTH, chain_configs, chain_shared_memory, is_chain, single_configs, single_shared_memory
+from fastkron_py.kron.families.tile import (
+    CHAIN_WIDTH,
+    MERGE_WIDTH,
+    chain_configs,
+    chain_shared_memory,
+    is_chain,
+    single_configs,
+    single_shared_memory,
+)
 from fastkron_py.kron.plan.steps import Launch, Step
-from fastkron_py.kron.planner import MERGE_WIDTH
 from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 
 GPUS = (AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)

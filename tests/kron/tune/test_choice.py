@@ -17,7 +17,7 @@ from fastkron_py.kron.families.tile import ChainConfig, SingleConfig
 from fastkron_py.kron.forward import multiply_problem
 from fastkron_py.kron.planner import segment_of
 from fastkron_py.kron.problem import contiguous_problem
-from fastkron_py.kron.tune.choice import WIDTHS, Choice, TunedLaunch, is_offered, obstacle
+from fastkron_py.kron.tune.choice import Choice, TunedLaunch, is_offered, obstacle
 from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.testing import assert_close
 
@@ -99,7 +99,7 @@ def anything(draw):
         start = draw(st.integers(max(0, stop - 3), stop - 1))
         family = draw(st.sampled_from(["tile", "tile", "torch_products"]))
         planned = contiguous_problem(factors, p.rows, p.columns, torch.float32, INTERPRETER)
-        offer = offers(segment_of(replace(planned, families=(family,)), start, stop, WIDTHS, False))[family]
+        offer = offers(segment_of(replace(planned, families=(family,)), start, stop, False))[family]
         if not isinstance(offer, str):
             launch = TunedLaunch.of(draw(st.sampled_from([made.launch for made in offer])).shifted(start))
             launches.append(replace(launch, config=draw(configs(len(launch.steps))) if family == "tile" else None))
