@@ -9,12 +9,15 @@ import triton
 
 from fastkron_py import reference
 from fastkron_py.kron.families.tile import ChainConfig, SingleConfig
-from fastkron_py.kron.tune.choice import Choice, Problem, TunedLaunch
+from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.tune.choice import Choice, Problem
 from fastkron_py.kron.tune.table import Entry
 
-SINGLE = SingleConfig(16, 16, 16, 4, 1, 1)
+SINGLE = SingleConfig(16, 16, 16, 8, 3, 2)
 CHAIN = ChainConfig(16, 4, 1, 1)
 
+
+FACTORS = ((3, 5), (4, 2))
 
 # Where the tests run, and the name of that in tables.
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -25,12 +28,17 @@ def version() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
-def problem(factors=((3, 5), (4, 2)), rows=4, columns=1, dtype="float32", device=HERE, batched=False, contiguous=True):
+def problem(factors=FACTORS, rows=4, columns=1, dtype="float32", device=HERE, batched=False, contiguous=True):
     return Problem(device, version(), dtype, "highest", tuple(factors), rows, columns, batched, contiguous)
 
 
+def launch(steps, family="tile", config=None, factors=FACTORS):
+    ps, qs = zip(*factors, strict=True)
+    return Launch(tuple([Step(i, j, math.prod(ps[i:j]), math.prod(qs[i:j])) for i, j in steps]), family, config)
+
+
 def single(start, stop=None, config=SINGLE):
-    return TunedLaunch(((start, start + 1 if stop is None else stop),), "tile", config)
+    return launch(((start, start + 1 if stop is None else stop),), config=config)
 
 
 def choice(*launches):

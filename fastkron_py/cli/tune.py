@@ -17,7 +17,7 @@ from fastkron_py.cli.shapes import Shape, parse_shapes, problem_text
 from fastkron_py.cli.text import seconds_text
 from fastkron_py.kron.tune import api as tuner
 from fastkron_py.kron.tune import table as tables
-from fastkron_py.kron.tune.api import TuningProgress, TuningResult
+from fastkron_py.kron.tune.api import TuningResult
 from fastkron_py.kron.tune.choice import ITEMSIZE
 from fastkron_py.kron.tune.table import Entry
 from fastkron_py.runtime.checks import check_precision
@@ -93,7 +93,7 @@ def _tune_all(console: Console, problems: list[Shape], settings: _Settings, budg
         for shape in problems:
             task = progress.add_task(escape(str(shape)), total=budget, state="")
 
-            def report(now: TuningProgress, task: object = task) -> None:
+            def report(now: TuningResult, task: object = task) -> None:
                 progress.update(task, completed=min(now.seconds, budget), state=_state(now))  # type: ignore[arg-type]
 
             try:
@@ -119,13 +119,14 @@ def _tune_all(console: Console, problems: list[Shape], settings: _Settings, budg
     return failed
 
 
-def _state(now: TuningProgress) -> str:
+def _state(now: TuningResult) -> str:
     best, default = seconds_text(now.best_seconds), seconds_text(now.default_seconds)
-    return f"{now.trials} trials, {now.dropped} dropped, {best} (closed form {default}), {now.seconds:.0f} s"
+    return f"{now.trials} trials, {len(now.dropped)} dropped, {best} (closed form {default}), {now.seconds:.0f} s"
 
 
 def _result_row(shape: Shape, result: TuningResult) -> list[str]:
-    return [escape(str(shape)), *_times(result.entry), str(result.trials), _launches(result.entry)]
+    entry = tables.entry_of(result)
+    return [escape(str(shape)), *_times(entry), str(result.trials), _launches(entry)]
 
 
 def _times(entry: Entry) -> list[str]:

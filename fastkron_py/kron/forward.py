@@ -84,8 +84,7 @@ def launch_problem(
 
 def launches_of(problem: Problem, choice: Choice | None) -> list[LaunchProblem]:
     """The launches of a multiply, in the order in which they run: those of a tuned choice, or of the plan."""
-    shapes = [(s[-2], s[-1]) for s in problem.factor_shapes]
-    launches, places, transposed, *_ = choose(problem, () if choice is None else [one.as_launch(shapes) for one in choice.launches])
+    launches, places, transposed, *_ = choose(problem, () if choice is None else choice.launches)
     (groups, rows, *_), found, x = problem.shape, list[LaunchProblem](), problem.x
     for launch, (before, after) in zip(launches, places, strict=True):
         width = before * launch.q * after

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
@@ -77,8 +75,8 @@ def test_tunes_shows_and_exports(runner, tables, quick, tmp_path):
         assert part in result.output
     found = table.read(tables)
     assert {p.factors for p in found} == {((4, 4), (4, 4)), ((5, 7), (3, 3))}
-    (written,) = folder.glob("*.json")
-    assert json.loads(written.read_text()) == json.loads(tables.read_text())
+    (written,) = folder.glob("*.jsonl")
+    assert table.read(written) == found
 
 
 def test_dtype_precision_and_left_are_heeded(runner, tables, quick):
@@ -90,10 +88,10 @@ def test_dtype_precision_and_left_are_heeded(runner, tables, quick):
 
 
 def test_list_and_clear(runner, tables):
-    assert table.merge(tables, [entry(), entry(problem(rows=64), None)])
+    assert table.append(tables, [entry(), entry(problem(rows=64), None)])
     result = runner.invoke(app, ["tune", "--list"])
     assert result.exit_code == 0, result.output
-    for part in ("2 tuned", "4:3>5x4>2", "2.00", "the closed form's", "[0] tile 16x16x16"):
+    for part in ("2 tuned", "4:3>5x4>2", "2.00", "the closed form's", "[0] tile SingleConfig(block_s=16"):
         assert part in result.output
     result = runner.invoke(app, ["tune", "--clear", "--list"])
     assert result.exit_code == 0, result.output
@@ -111,7 +109,7 @@ def test_a_budget_without_end_is_refused(runner, tables):
 
 def test_an_export_that_cannot_be_written(runner, tables, tmp_path):
     """Said before the work; and where a file cannot be written in the end, too."""
-    assert table.merge(tables, [entry()])
+    assert table.append(tables, [entry()])
     (tmp_path / "file").write_text("")
     result = runner.invoke(app, ["tune", "--shapes", "4:4^2", "--export", str(tmp_path / "file" / "folder"), *DEVICE_OPTION])
     assert result.exit_code == 1
@@ -132,8 +130,8 @@ def test_an_empty_table_is_not_exported(runner, tables, tmp_path):
 
 def test_names_with_escapes_are_not_printed(runner, tables):
     """A terminal would obey them."""
-    assert table.merge(tables, [entry(problem(device="\x1b[31mred")), entry(problem(rows=64))])
-    with pytest.warns(TuningWarning, match=r"1 invalid entries .* device: expected printable str, got '\\x1b\[31mred'"):
+    assert table.append(tables, [entry(problem(device="\x1b[31mred")), entry(problem(rows=64))])
+    with pytest.warns(TuningWarning, match="1 invalid lines .* a name that is not printable"):
         result = runner.invoke(app, ["tune", "--list"])
     assert result.exit_code == 0
     assert "1 tuned" in result.output

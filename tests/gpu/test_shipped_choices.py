@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +21,8 @@ MOST_ELEMENTS = 1 << 26  # of the larger of x and the result: the reference is i
 
 
 def shipped() -> list[Entry]:
-    file = resources.files("fastkron_py.kron.tune") / "tables" / table.file_name(HERE)
-    entries = table.parse(file.read_text(encoding="utf-8"), file.name) if file.is_file() else {}
-    return [e for e in entries.values() if e.choice is not None and e.problem.triton == version()]
+    file = Path(str(resources.files("fastkron_py.kron.tune"))) / "tables" / table.file_name(HERE)
+    return [e for e in table.read(file).values() if e.choice is not None and e.problem.triton == version()]
 
 
 def test_shipped_choices_are_right() -> None:

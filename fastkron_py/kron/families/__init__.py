@@ -72,10 +72,7 @@ class Tunable(Family, Protocol):
     def config_types(self) -> tuple[type, ...]: ...  # noqa: D102
 
     def choices(self, problem: LaunchProblem) -> tuple[Any, ...]:
-        """Return a handful of valid configurations, the closed form's first."""
-
-    def obstacle(self, launch: Launch, config: Any, itemsize: int) -> str | None:
-        """Return why a configuration is not valid for a launch that the family offers, or None."""
+        """Return a handful of configurations, the closed form's first: no others are valid."""
 
 
 _GRADIENTS: Final = "_gradients"  # ends the names of modules that backward passes alone import

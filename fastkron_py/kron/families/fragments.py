@@ -19,7 +19,7 @@ from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits
 from fastkron_py.kron.plan.steps import ChainWork, Launch, Step, balanced, chain_work, merged, run_of, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
 from fastkron_py.kron.rates import priced
-from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, is_power_of_two, next_power_of_two
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
     import torch
@@ -222,8 +222,6 @@ class ChainedConfig:
 
 
 config_types: Final = (ChainedConfig,)
-REGISTERS: Final = (32, 255)  # fewest and most of a thread
-MOST_PROGRAMS: Final = 32
 MOST_WARPS: Final = 16  # of a multiprocessor, as registers allow
 
 
@@ -387,17 +385,6 @@ def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, i
     return () if first is None else (first,)
 
 
-def obstacle(launch: Launch, config: Any, itemsize: int) -> str | None:
-    """Why a configuration is not valid for a launch that the family offers, or None: the one predicate of valid configurations."""
-    if not 0 <= config.programs_per_sm <= MOST_PROGRAMS:
-        return f"programs_per_sm = {config.programs_per_sm}"
-    if config.max_registers and not REGISTERS[0] <= config.max_registers <= REGISTERS[1]:
-        return f"max_registers = {config.max_registers}"
-    if not is_power_of_two(config.block_s) or not Chain.of(launch.steps).fits(config.block_s, config.num_warps, config.warpgroup):
-        return f"the chain does not fit into the registers: {config}"
-    return None
-
-
 def choices(problem: LaunchProblem) -> tuple[ChainedConfig, ...]:
     """The closed form's configuration, and at most seven others around it that are valid; none where it has none."""
     launch = problem.launch
@@ -414,8 +401,8 @@ def choices(problem: LaunchProblem) -> tuple[ChainedConfig, ...]:
         {"programs_per_sm": 4, "max_registers": 168},
         {"warpgroup": not first.warpgroup},
     )
-    around = dict.fromkeys([first, *[replace(first, **change) for change in changes]])
-    return tuple([c for c in around if obstacle(launch, c, problem.itemsize) is None])
+    around, chain = dict.fromkeys([first, *[replace(first, **change) for change in changes]]), Chain.of(launch.steps)
+    return tuple([c for c in around if c.block_s and chain.fits(c.block_s, c.num_warps, c.warpgroup)])
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:

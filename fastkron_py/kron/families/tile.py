@@ -24,7 +24,7 @@ from fastkron_py.kron.plan.steps import (
 )
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
 from fastkron_py.kron.rates import priced
-from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, is_power_of_two, next_power_of_two
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
@@ -45,11 +45,7 @@ CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fo
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 SINGLE_SLICES: Final = 128  # of a tile of a single step, as the closed form takes it, at most
-# The most that a configuration may ask for, whatever the GPU.
 SINGLE_TILE: Final = 1 << 15  # elements of any one tile of a single step: more take a compiler minutes
-WARPS: Final = (1, 2, 4, 8, 16)
-MOST_STAGES: Final = 8
-MOST_PROGRAMS: Final = 32
 
 RESIDENT: Final = 128  # width up to which one step keeps the whole factor on chip, but for float64
 
@@ -275,46 +271,9 @@ def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, i
     return single_configs(parts * launch.p, parts * launch.q, itemsize, num_slices, gpu, parts)
 
 
-def obstacle(launch: Launch, config: Any, itemsize: int) -> str | None:
-    """Why a configuration is not valid for a launch, or None: the one predicate of valid configurations.
-
-    A valid one computes the right result; that a GPU has too little shared memory for it shows when it is launched.
-
-    Args:
-        launch: the steps, which the family offers.
-        config: one of `config_types`.
-        itemsize: bytes of a real number.
-    """
-    is_chain = len(launch.steps) > 1
-    if is_chain != isinstance(config, ChainConfig):
-        return f"a {type(config).__name__} for {len(launch.steps)} steps"
-    if config.num_warps not in WARPS or not 1 <= config.num_stages <= MOST_STAGES or not 1 <= config.programs_per_sm <= MOST_PROGRAMS:
-        return f"warps, stages or programs out of range: {config}"
-    if is_chain:
-        return _chain_obstacle(launch, config.block_s, itemsize)
-    sides = (config.block_s, config.block_p, config.block_q)
-    if not all(map(is_power_of_two, sides)) or min(sides) < DOT_SIDE:
-        return f"blocks are powers of two from {DOT_SIDE} on: {config}"
-    if config.block_p > padded(launch.p) or config.block_q > padded(launch.q):
-        return f"a block is wider than the factor: {config}"
-    return f"a tile has more than {SINGLE_TILE} elements: {config}" if max(sides) * sorted(sides)[1] > SINGLE_TILE else None
-
-
-def _chain_obstacle(launch: Launch, block_s: int, itemsize: int) -> str | None:
-    width = launch.tile_width
-    if not is_power_of_two(block_s):
-        return f"block_s = {block_s} is no power of two"
-    if block_s * width > 2 * CHAIN_TILE[itemsize]:
-        return f"block_s = {block_s}: the tile does not fit on chip"
-    if block_s * min(width // max(s.p_pad, s.q_pad) for s in launch.steps) < DOT_SIDE:
-        return f"block_s = {block_s}: a product has fewer than {DOT_SIDE} rows"
-    return None
-
-
 def choices(problem: LaunchProblem) -> tuple[Config, ...]:
     """The closed form's configuration, and at most seven others around it that are valid and fit the GPU."""
-    launch, itemsize = problem.launch, problem.itemsize
-    first = configs(launch, itemsize, problem.num_slices, problem.shape[2:], problem.gpu, problem.parts)[0]
+    first = configs(problem.launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu, problem.parts)[0]
     slices, warps, programs = first.block_s, first.num_warps, first.programs_per_sm
     changes: tuple[dict[str, Any], ...] = (
         {"block_s": slices // 2},
@@ -325,15 +284,19 @@ def choices(problem: LaunchProblem) -> tuple[Config, ...]:
         {"num_stages": 4, "programs_per_sm": programs + 1},
         {"num_stages": 1, "programs_per_sm": programs + 1},
     )
-    around = dict.fromkeys([first, *[replace(first, **change) for change in changes]])
-    return tuple([c for c in around if obstacle(launch, c, itemsize) is None and _shared_memory(c, problem) <= problem.gpu.shared_memory])
+    return tuple([c for c in dict.fromkeys([first, *[replace(first, **change) for change in changes]]) if _fits(c, problem)])
 
 
-def _shared_memory(config: Config, problem: LaunchProblem) -> int:
-    """Bytes of a program, at most."""
+def _fits(config: Config, problem: LaunchProblem) -> bool:
+    """Whether a launch has room for a configuration whose blocks are powers of two, and products of enough rows."""
+    launch, itemsize = problem.launch, problem.itemsize
     if isinstance(config, ChainConfig):
-        return chain_shared_memory(config, problem.launch, problem.itemsize)
-    return single_shared_memory(config, problem.itemsize, problem.parts)
+        is_small = config.block_s * launch.tile_width <= 2 * CHAIN_TILE[itemsize]
+        needed, rows = chain_shared_memory(config, launch, itemsize), config.block_s * launch.work.rows
+    else:
+        is_small = config.block_s * max(config.block_p, config.block_q) <= SINGLE_TILE
+        needed, rows = single_shared_memory(config, itemsize, problem.parts), config.block_s
+    return is_small and rows >= DOT_SIDE and needed <= problem.gpu.shared_memory
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:

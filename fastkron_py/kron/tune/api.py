@@ -20,40 +20,16 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 if TYPE_CHECKING:
     from fastkron_py.kron.tune.choice import Choice, Problem
-    from fastkron_py.kron.tune.table import Entry
 
 BUDGET: Final = 120.0  # seconds; one process compiles for two to five of them for each kernel
 
 
 @dataclass(frozen=True)
-class TuningProgress:
-    """How far a search is.
-
-    Attributes:
-        problem: the tuned problem.
-        trials: choices tried so far.
-        dropped: how many of them failed.
-        seconds: spent so far.
-        budget: seconds to spend.
-        default_seconds: time of the closed form's choice.
-        best_seconds: shortest time so far.
-    """
-
-    problem: Problem
-    trials: int
-    dropped: int
-    seconds: float
-    budget: float
-    default_seconds: float
-    best_seconds: float
-
-
-@dataclass(frozen=True)
 class TuningResult:
-    """The result of a search.
+    """The result of a search, so far while it runs.
 
     Attributes:
-        problem: that was tuned.
+        problem: that is tuned.
         default_seconds: time of the closed form's choice.
         best_seconds: time of the best choice, measured alternately with the closed form's.
         choice: the best choice, or None where nothing was clearly faster than the closed form.
@@ -77,15 +53,8 @@ class TuningResult:
         """How many times as fast as the closed form the best choice is."""
         return self.default_seconds / self.best_seconds
 
-    @property
-    def entry(self) -> Entry:
-        """The result as an entry of a table."""
-        from fastkron_py.kron.tune.table import Entry
 
-        return Entry(self.problem, self.choice, round(self.default_seconds * 1e6, 3), round(self.best_seconds * 1e6, 3))
-
-
-Report = Callable[[TuningProgress], None]
+Report = Callable[[TuningResult], None]
 
 
 def tune(
@@ -102,10 +71,10 @@ def tune(
 ) -> TuningResult:
     """Search for the fastest launches for Kronecker products of this problem, and use them from now on.
 
-    Calls multiply with launches chosen by a closed form, which times nothing; this times others: the planner's best plans, those of
-    each family of kernels, and other configurations of the fastest ones. Their results are compared with the closed form's, and where
-    one is clearly faster, later calls of the same problem take it: in this process at once, and in every later one, since it is written
-    to the user's table (``FASTKRON_CACHE_DIR``, else the system's place for caches; ``FASTKRON_TUNING=off`` ignores all tables).
+    Calls multiply with launches chosen by a closed form, which times nothing. This times its plan, the planner's other best plans, those
+    of each family of kernels, and other configurations of the fastest one. Their results are compared with the closed form's, and if one
+    is clearly faster, later calls of the same problem take it: in this process at once, and in every later one, since it is written to
+    the user's table (``FASTKRON_CACHE_DIR``, else the system's place for caches; ``FASTKRON_TUNING=off`` ignores all tables).
     A search that is interrupted (Ctrl-C) keeps what it has found faster by then.
 
     A problem is the factor shapes, dtype, precision, device and number of rows, to the nearest power of two. Give it by example,
@@ -119,8 +88,8 @@ def tune(
         precision: as in `kron_matmul`.
         dtype: where x is a number: float32 unless given.
         device: where x is a number: the current CUDA device unless given, or the CPU where there is none.
-        budget: seconds to spend, about. Compiling takes most of them; a few dozen choices are tried at most.
-        progress: show it on a terminal's standard error; or a function that is called after every trial.
+        budget: seconds to spend, about. Compiling takes most of them; some twenty choices are tried.
+        progress: show it on a terminal's standard error; or a function that is called with the result so far after every trial.
         save: write the result to the user's table.
 
     Returns:
@@ -153,10 +122,11 @@ def tune(
             print(file=sys.stderr)
 
 
-def _show(now: TuningProgress) -> None:
+def _show(now: TuningResult) -> None:
     """Write how far the search is over the last line of standard error."""
-    text = f"tuning: {now.trials} trials in {now.seconds:.0f} of {now.budget:.0f} s, "
-    text += f"{now.best_seconds * 1e6:.1f} us (closed form {now.default_seconds * 1e6:.1f})"
+    text = (
+        f"tuning: {now.trials} trials in {now.seconds:.0f} s, {now.best_seconds * 1e6:.1f} us (closed form {now.default_seconds * 1e6:.1f})"
+    )
     print(f"\r{text:<90}", end="", file=sys.stderr, flush=True)
 
 
@@ -170,9 +140,9 @@ def run(x4: Tensor, matrices: Sequence[Tensor], precision: str | None, budget: f
 
     result, is_interrupted = search.search(x4, matrices, precision, float(budget), report)
     if not is_interrupted or result.choice is not None:
-        path = table.cache_file() if save else None
-        result = replace(result, saved=path is not None and table.merge(path, [result.entry]))
-        table.remember(result.entry)
+        path, entry = table.cache_file() if save else None, table.entry_of(result)
+        result = replace(result, saved=path is not None and table.append(path, [entry]))
+        table.remember(entry)
         CACHE.forget()
     if is_interrupted:
         raise KeyboardInterrupt
@@ -223,14 +193,12 @@ def _from_shapes(
     dtype = torch.float32 if dtype is None else dtype
     if dtype not in DTYPES:
         raise type_error("dtype", "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    width = math.prod(pair[1 if left else 0] for pair in pairs)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+    width = math.prod([pair[1 if left else 0] for pair in pairs])
     if rows * width > torch.iinfo(torch.int64).max // dtype.itemsize:
         raise value_error("factors", "sizes for which x fits into memory", f"an x of {rows * width} elements")
-    x = torch.empty((width, rows) if left else (rows, width), **options)
-    return x, [torch.empty(pair, **options) for pair in pairs]
+    x = torch.empty((width, rows) if left else (rows, width), dtype=dtype, device=device)
+    return x, [torch.empty(pair, dtype=dtype, device=device) for pair in pairs]
 
 
 def _pair(name: str, shape: Any) -> tuple[int, int]:
@@ -238,13 +206,10 @@ def _pair(name: str, shape: Any) -> tuple[int, int]:
     expected = "(P, Q) or P, since x is a number of rows"
     if isinstance(shape, Tensor):
         raise type_error(name, expected, "a tensor")
-    sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape, shape)
-    if len(sizes) != 2:
-        raise value_error(name, expected, f"{len(sizes)} numbers")
-    p, q = (check_integer(name, size, expected) for size in sizes)
-    if min(p, q) < 1:
-        raise value_error(name, "positive sizes", (p, q))
-    return p, q
+    sizes = [check_integer(name, size, expected) for size in (shape if isinstance(shape, list | tuple) else (shape, shape))]
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise value_error(name, "positive sizes (P, Q), or P", shape)
+    return sizes[0], sizes[1]
 
 
 def _random_like(t: Tensor) -> Tensor:
