@@ -72,8 +72,35 @@ class Rows(NamedTuple):
         return (self.batch, self.row, self.unit, others * self.unit, 0)
 
 
+class Elements:
+    """What problems say of their elements.
+
+    Attributes:
+        dtype: of all tensors.
+        precision: of float32 products.
+    """
+
+    dtype: torch.dtype
+    precision: str
+
+    @cached_property
+    def parts(self) -> int:
+        """Real numbers of an element."""
+        return parts_of(self.dtype)
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of a real number."""
+        return self.dtype.to_real().itemsize
+
+    @cached_property
+    def passes(self) -> int:
+        """Products of tensor cores that a product takes."""
+        return passes_of(self.dtype, self.precision)
+
+
 @dataclass(frozen=True)
-class Problem:
+class Problem(Elements):
     """A multiply of some factors: all that its plan and its launches depend on.
 
     Attributes:
@@ -146,24 +173,9 @@ class Problem:
         return self.shape[0] * self.shape[1] * self.before
 
     @cached_property
-    def itemsize(self) -> int:
-        """Bytes of a real number."""
-        return self.dtype.to_real().itemsize
-
-    @cached_property
-    def parts(self) -> int:
-        """Real numbers of an element."""
-        return parts_of(self.dtype)
-
-    @cached_property
     def half(self) -> str:
         """The name of a half type that tensor cores take from shared memory, else ""."""
         return str(self.dtype).removeprefix("torch.") if self.gpu.has_wgmma and self.gpu.has_shared_operands and self.itemsize == 2 else ""
-
-    @cached_property
-    def passes(self) -> int:
-        """Products of tensor cores that a product takes."""
-        return passes_of(self.dtype, self.precision)
 
     @property
     def ends_with_last(self) -> bool:
@@ -409,33 +421,14 @@ def filled(size: int, block: int) -> float:
     return size / (ceil(size, block) * block)
 
 
-class OnSlices:
-    """What a launch's problem and that of its gradients say of their slices and elements.
+class OnSlices(Elements):
+    """What a launch's problem and that of its gradients say of their slices.
 
     Attributes:
         shape: (B, L, before, after) around the modes.
-        dtype: of all tensors.
-        precision: of float32 products.
     """
 
     shape: tuple[int, int, int, int]
-    dtype: torch.dtype
-    precision: str
-
-    @property
-    def parts(self) -> int:
-        """Real numbers of an element."""
-        return parts_of(self.dtype)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a real number."""
-        return self.dtype.to_real().itemsize
-
-    @property
-    def passes(self) -> int:
-        """Products of tensor cores that a product takes."""
-        return passes_of(self.dtype, self.precision)
 
     @property
     def num_slices(self) -> int:

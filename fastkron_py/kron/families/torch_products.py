@@ -27,7 +27,6 @@ order: Final = 20
 gradient_order: Final = 40
 moves_to_front: Final = False
 
-SINGLE: Final = 4  # bytes of float32, whose precision torch is told for each product
 _TILE: Final = {2: 128, 4: 64, 8: 32}  # rows and columns of tiles of torch's products, by bytes of an element
 _MANY_TERMS: Final = 256
 _SMALL: Final = 64  # widths that copies pad by less,
@@ -243,7 +242,7 @@ def offers(segment: Segment) -> list[Offer] | str:
     if len(segment.ps) > 1 or not segment.in_place:
         return "takes one factor, and leaves its mode in place"
     steps, problem = (Step(0, 1, segment.ps[0], segment.qs[0], segment.problem.parts),), segment.problem
-    makes_memory = problem.itemsize == SINGLE or segment.mode.adds  # else torch does, in the call of its product
+    makes_memory = problem.itemsize == WORD or segment.mode.adds  # else torch does, in the call of its product
     work = {"matmul": HostWork(0, 1, int(makes_memory)), "copying": HostWork(3, 1, 3), "gemm": HostWork(1, 0, 1)}
     may_add = problem.epilogue is None or problem.epilogue.scales_by is None
     times = multiply_times(segment.mode if may_add else segment.mode._replace(adds=False))
