@@ -349,10 +349,6 @@ class Mode(_Mode):
         moved = self.batches * self.slices * (self.p + self.q) * self.itemsize
         return max(0.0, moved - CACHE_BYTES) / self.gpu.bandwidth
 
-    @cached_property
-    def _moves(self) -> dict[tuple[int, int], dict[str, float]]:
-        return {}
-
     def moves(self, block_s: int, run: int) -> dict[str, float]:
         """The quantities that a launch of tiles has in common with all others, in seconds: what it reads of x and writes of the result.
 
@@ -365,11 +361,6 @@ class Mode(_Mode):
             "addresses", by which loads and stores of less than 16 bytes are more; "sectors", of runs that share these with others;
             "in_place" and "crossing", bytes and elements that are moved where something comes after the mode, and where tiles cross runs.
         """
-        if (block_s, run) not in self._moves:
-            self._moves[block_s, run] = self._moved(block_s, run)
-        return self._moves[block_s, run]
-
-    def _moved(self, block_s: int, run: int) -> dict[str, float]:
         read, written = [self.batches * self.slices * side * self.itemsize / self.gpu.bandwidth for side in (self.p, self.q)]
         small, elements = self.itemsize < WORD, WORD * (read + written) / self.itemsize
         found = {"start": MICROSECOND, "bytes": read + written, "streamed": self.streamed, "elements": elements if small else 0.0}

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits_of, without
-from fastkron_py.kron.plan.steps import ChainWork, Launch, Step, balanced, chain_work, merged, run_of, steps_of
+from fastkron_py.kron.plan.steps import ChainWork, Ends, Launch, Step, balanced, chain_work, merged, run_of, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
 from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
@@ -319,9 +319,11 @@ def chained_quantities(mode: Mode, chain: Chain, config: ChainedConfig) -> dict[
 @lru_cache(maxsize=4096)
 def _launches(ps: tuple[int, ...], qs: tuple[int, ...]) -> list[tuple[Launch, Chain]]:
     """Candidates for a launch of these factors."""
-    by_width = [ends for ends in [merged(ps, qs, width) for width in CHAINED_MERGES] if len(ends) <= 1 + MOST_STEPS]
-    ends = dict.fromkeys(by_width + [balanced(ps, qs, count) for count in range(1, 1 + min(MOST_STEPS, len(ps)))])
-    launches = [Launch(steps_of(ps, qs, each), name) for each in ends]
+    ends: list[Ends] = [(0, len(ps))]
+    if len(ps) > 1:
+        by_width = [each for each in [merged(ps, qs, width) for width in CHAINED_MERGES] if len(each) <= 1 + MOST_STEPS]
+        ends = by_width + ends + [balanced(ps, qs, count) for count in range(2, 1 + min(MOST_STEPS, len(ps)))]
+    launches = [Launch(steps_of(ps, qs, each), name) for each in dict.fromkeys(ends)]
     found = [(launch, Chain.of(launch.steps)) for launch in launches]
     return [made for made in found if made[1].width <= SINGLE_WIDTH and made[1].work.widest <= WARP_TILE]
 
