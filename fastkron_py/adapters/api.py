@@ -65,6 +65,16 @@ def lokr_linear(
         >>> lokr_linear(x, w1, w2, base=base, scale=0.5).shape
         torch.Size([10, 128])
     """
+    if out is None and not torch.compiler.is_compiling():
+        pair1, pair2 = type(w1) is tuple, type(w2) is tuple
+        key = _key(pair1, pair2, base is None, scale, precision)
+        if key is not None:
+            of1: Any = w1 if pair1 else (w1,)
+            of2: Any = w2 if pair2 else (w2,)
+            tensors = (x, *of1, *of2) if base is None else (x, *of1, *of2, base)
+            entry = CACHE.find(key, tensors)
+            if entry is not None:
+                return entry.call(tensors, (scale, *entry.options[1:]))  # type: ignore[no-any-return]
     if isinstance(x, Tensor):
         given = Operands(x, _factor("w1", w1), _factor("w2", w2), base)  # type: ignore[arg-type]
         return adapted_linear(given, scale, precision, out)  # type: ignore[arg-type, return-value]
@@ -93,23 +103,25 @@ def adapted_linear(given: Operands, scale: Any, precision: str | None = None, ou
         w1, w2 = (Factor(*[cast_factor(t, dtype) for t in w]) for w in (w1, w2))
         given = Operands(cast(x, dtype), w1, w2, cast(base, dtype))
     is_kept = not torch.compiler.is_compiling() and (out is None or out is given.base)
-    key = _key(given, scale, precision, dtype, out is not None) if is_kept else None
+    pairs = given.w1.right is not None, given.w2.right is not None
+    key = _key(*pairs, given.base is None, scale, precision, dtype, out is not None) if is_kept else None
     if key is not None:
         tensors = given.present
         entry = CACHE.find(key, tensors)
         if entry is not None and (out is None or are_apart(tensors[:-1], out)):
-            y: Tensor = entry(tensors, (scale, *entry.options[1:]))
+            y: Tensor = entry.call(tensors, (scale, *entry.options[1:]))
             return y
     return _checked_product(given, scale, precision, key, out)
 
 
-def _key(given: Operands, scale: Any, precision: Any, dtype: torch.dtype | None, in_place: bool) -> tuple[Any, ...] | None:
+def _key(
+    pair1: bool, pair2: bool, is_alone: bool, scale: Any, precision: Any, dtype: torch.dtype | None = None, in_place: bool = False
+) -> tuple[Any, ...] | None:
     """The key of a call in the cache; None for calls that are not kept. Nothing has been checked yet."""
     if type(scale) is not float or not -math.inf < scale < math.inf or not (precision is None or type(precision) is str):
         return None
     # Guards tell of autocast, but not of its dtype.
-    _, w1, w2, base = given
-    return "lokr_linear", w1.right is None, w2.right is None, base is None, scale == 1, precision, dtype, in_place
+    return "lokr_linear", pair1, pair2, is_alone, scale == 1, precision, dtype, in_place
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

@@ -64,7 +64,7 @@ def add_products(
     if in_place:
         factor = _aligned_factor(build, factor, after)
         is_one = after == 1 or groups == 1
-        if y is None and z is None and is_one and not is_conj and not has_precisions(x.dtype):
+        if y is None and z is None and is_one and not is_conj and _has_its_precision(build, x.dtype, problem.precision):
             ((a, b),) = mode_products(x, factor)
             return _new_product(build, a, b, scale.alpha).view(problem.result_shape)
     y = build.empty(problem.result_shape, x.dtype) if y is None else y
@@ -87,16 +87,16 @@ def _add_product(
     x, factor, out = tensors
     alpha = scale.alpha if isinstance(scale.alpha, Scalar) else 1.0
     beta = scale.beta if isinstance(scale.beta, Scalar) else 0.0
-    is_first, precision = x.shape[3] == 1, to_be_set(precision, build.device)  # whether x is the product's first operand
+    is_first, to_set = x.shape[3] == 1, to_be_set(precision, build.device)  # whether x is the product's first operand
 
     def run(a: Tensor, b: Tensor, out: Tensor, *rest: Any) -> None:
         *given, alpha, beta = rest
         if is_conj:
             a, b = (a, b.conj()) if is_first else (a.conj(), b)
-        with torch_products(a, precision):
+        with torch_products(a, to_set):
             product(a, b, out, Epilogue(alpha, beta, given[0] if given else None))
 
-    is_plain = z is None and scale.is_one and not is_conj and not has_precisions(x.dtype)
+    is_plain = z is None and scale.is_one and not is_conj and _has_its_precision(build, x.dtype, precision)
     for operands in mode_products(x, factor, out, *([] if z is None else [z])):
         if is_plain:
             build.call(product, operands)
@@ -117,6 +117,11 @@ def add_gemm_step(
     rows, side = build.reshape(x, (-1, p)), build.reshape(cast("Tensor", z), (-1, q))  # z is why this step was chosen
     add_gemm(build, rows, factor.mT, None, _GEMM, y.view(-1, q), side=side, scalars=(scale.alpha, scale.beta))
     return y
+
+
+def _has_its_precision(build: Builder, dtype: torch.dtype, precision: str | None) -> bool:
+    """Whether torch multiplies in this precision whenever the program runs, so that its products are calls of their own."""
+    return not has_precisions(dtype) or to_be_set(precision, build.device) is None
 
 
 def _new_product(build: Builder, a: Tensor, b: Tensor, alpha: Scalar | int) -> Tensor:
@@ -165,7 +170,7 @@ def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algo
     else:
         a, b = matrices(u[..., 0].mT, g[..., 0]) if after == 1 else matrices(u[:, 0], g[:, 0].mT)
         shape = (*a.shape[:-2], p, q)
-        is_whole, is_plain = (p, q) == (a.shape[-2], b.shape[-1]), not dtype.is_complex and not has_precisions(dtype)
+        is_whole, is_plain = (p, q) == (a.shape[-2], b.shape[-1]), not dtype.is_complex and _has_its_precision(build, dtype, precision)
         if is_whole and is_plain and dtype == a.dtype:
             return _new_product(build, a, b, alpha).view(groups, p, q)
         if (cut := cut_of(a, b)) is not None:

@@ -111,6 +111,11 @@ def backend(name: str) -> Iterator[None]:
         _override.reset(token)
 
 
+def in_force() -> tuple[str, tuple[str, ...], bool]:
+    """The backend, the families and whether the host's time counts, in this thread: in one function, since each call asks."""
+    return _override.get() or _default, families_in_force.get(), _counts_host[-1]
+
+
 def requested_backend() -> str:
     """The name in force in this thread: the innermost ``backend`` block's, else the default."""
     return _override.get() or _default

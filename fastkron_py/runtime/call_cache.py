@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
-from fastkron_py.runtime.backend import counts_host, families_in_force, logger, requested_backend
+from fastkron_py.runtime.backend import in_force, logger
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.runtime.program import Program
 
@@ -31,7 +31,7 @@ _is_watching = torch_internals.is_watching
 
 def settings() -> tuple[Hashable, ...]:
     """The user's settings that programs are built for, in force in this thread."""
-    return requested_backend(), families_in_force.get(), counts_host(), resolved(None)
+    return *in_force(), resolved(None)
 
 
 is_logged: Final = partial(logger.isEnabledFor, DEBUG)

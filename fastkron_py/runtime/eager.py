@@ -99,14 +99,12 @@ def takes_fast_path(tensors: Sequence[Tensor | None]) -> bool:
     return True
 
 
-def unseen_by_autograd(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+def unseen_by_autograd(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """Inside an implementation: autocast has been applied already, and no view is recorded.
 
     A result that is a view of a tensor made inside could not be changed in place later on.
     """
-    # Of another torch, it cannot be changed in place, and torch says so.
-    guard = torch_internals.without_views() if torch_internals.works("views") else contextlib.nullcontext()
-    device_type = "cpu" if x.is_cpu else x.device.type  # which takes its time
+    guard = torch_internals.without_views()()
     return _without_autocast(guard, device_type) if torch.is_autocast_enabled(device_type) else guard
 
 

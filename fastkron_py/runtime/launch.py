@@ -32,10 +32,9 @@ class Ready(NamedTuple):
     launch: Callable[..., None]  # of the grid, the stream, `first`, and the kernel's arguments
     first: tuple[Any, ...]
 
-    def bound(self, stream: int) -> Callable[[tuple[Any, ...]], None]:
-        """The launch in a stream, of a tuple of the kernel's arguments."""
-        launch = partial(self.launch, self.grid, 1, 1, stream, *self.first)
-        return lambda arguments: launch(*arguments)
+    def bound(self, stream: int | None) -> Callable[..., None]:
+        """The launch in a stream, of the kernel's arguments."""
+        return partial(self.launch, self.grid, 1, 1, stream, *self.first)
 
 
 def ready_of(compiled: Any, grid: tuple[int], between: tuple[Any, ...], after: tuple[Any, ...]) -> Ready | None:

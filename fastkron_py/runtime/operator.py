@@ -419,7 +419,7 @@ class _Reverse(NamedTuple):
         program: that it ran.
         numbers: the program's scalars.
         picks: its inputs, as numbers among dy and the saved tensors.
-        places: as of the `GradientCall`, of the tensors that there are.
+        spread: from the program's results, dy and None to the gradients of the tensors that there are.
     """
 
     key: tuple[Any, ...]
@@ -427,7 +427,7 @@ class _Reverse(NamedTuple):
     program: Program
     numbers: tuple[float, ...]
     picks: Callable[[Any], tuple[Tensor, ...]]
-    places: tuple[int | None, ...]
+    spread: Callable[[Any], tuple[Tensor | None, ...]]
 
 
 class Differentiable:
@@ -496,10 +496,10 @@ class Differentiable:
         if _is_watching() or is_logged():
             return None
         wanted = options, settings()
-        for key, check, program, numbers, picks, places in self.reverses:
+        for key, check, program, numbers, picks, spread in self.reverses:
             given = picks(values)
             if key == wanted and check(*given) and (not program.has_places or program.takes(given)):
-                return _placed(program(given, numbers), places, values[0])
+                return spread([*program(given, numbers), values[0], None])
         return None
 
     def keep(self, call: GradientCall, options: tuple[Any, ...], values: tuple[Any, ...]) -> None:
@@ -509,8 +509,9 @@ class Differentiable:
         entry = operator.entry(call.tensors, call.options) if given and -1 not in picks else None
         if entry is not None and entry.program is not None:
             numbers = operator._numbers(call.options) if entry.program.has_scalars else ()
-            places = tuple([call.places[i] for i in self.present])
-            self.reverses.append(_Reverse((options, settings()), entry.check, entry.program, numbers, picker(picks), places))
+            places = [call.places[i] for i in self.present]
+            spread = picker([-1 if place is None else -2 if place == DY else place for place in places])
+            self.reverses.append(_Reverse((options, settings()), entry.check, entry.program, numbers, picker(picks), spread))
             del self.reverses[:-_MOST_REVERSES]
 
 

@@ -12,7 +12,6 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -213,7 +212,8 @@ class Program:
         self._has_calls = any([step.results is not None for step in steps])
         self._aligned, self._orders = places
         self.has_places = bool(self._aligned or self._orders)
-        self._runs: dict[Any, Run] = {}  # by the stream and the scalars' patterns; of None in place of a stream, by tensors
+        self._device_type = "cpu" if device.type == "meta" else device.type
+        self._runs: dict[Any, Run] = {}  # by the stream and the scalars; of None in place of a stream, by tensors
         self._alone = None if any([step.results is None for step in steps]) else _Straight(self).run()  # calls of torch alone
         if self._alone is None:
             from fastkron_py.runtime import launch  # Triton, which torch's backend does without
@@ -245,13 +245,13 @@ class Program:
                     return self(given, scalars)
             key: Any = self._get_stream(self._device)
             if self.has_scalars:
-                key = key, *map(bits, scalars)
-            run = self._runs.get(key) or self._compiled(key)
+                key = (key, scalars) if all(scalars) else (key, *map(bits, scalars))  # 0.0 and -0.0 are equal
+            run = self._runs.get(key) or self._compiled(key, scalars)
             if run is None or self._is_hooked():
                 run = self.by_tensors
         if not self._has_calls:
             return run(given, scalars)
-        with unseen_by_autograd(given[0]):
+        with unseen_by_autograd(self._device_type):
             # Another context costs as much as a small product.
             if not torch.is_grad_enabled() or not any([t.requires_grad for t in given]):
                 return run(given, scalars)
@@ -261,14 +261,16 @@ class Program:
     def by_tensors(self, given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
         """The results by way of Triton's JIT functions, which also compile, and take any alignment."""
         key = (None, *map(bits, scalars)) if self.has_scalars else None
-        run = self._runs.get(key) or self._keep(key, _Straight(self, key).run())
+        run = self._runs.get(key) or self._keep(key, _Straight(self, scalars).run())
         return run(given, scalars)
 
-    def _compiled(self, key: Any) -> Run | None:
+    def _compiled(self, key: Any, scalars: tuple[float, ...]) -> Run | None:
         """The run with compiled kernels, which a first run by tensors sees to where there is a compiler; else None."""
         launches = [step.run.ready() for step in self._steps if step.results is None]
         is_unaligned = any([shift.nbytes & _ALIGNED for step in self._steps for shift in step.shifts])
-        return None if None in launches or is_unaligned else self._keep(key, _Straight(self, key, launches).run())
+        if None in launches or is_unaligned:
+            return None
+        return self._keep(key, _Straight(self, scalars, launches, key[0] if self.has_scalars else key).run())
 
     def _keep(self, key: Any, run: Run) -> Run:
         if len(self._runs) >= _MOST_KEPT:
@@ -280,27 +282,32 @@ class Program:
 # ---- a program as one straight run ---------------------------------------------------------------
 
 Op = tuple[Callable[..., Any] | None, Callable[..., Any], tuple[Any, ...]]
-"""A launch of a tuple, the function that picks its operands from the slots, its other arguments; or None, a function of both lists."""
+"""A launch, the function that picks its operands from the slots, its other arguments; or None, and a function of both lists."""
 
 
 class _Straight:
     """A program's run: closures over positions in two lists, so that a run looks nothing up.
 
     Slots are what launches are handed: addresses, or tensors where kernels are not compiled. Tensors are what torch is handed. A run
-    begins both with the inputs, the small buffers and the pool, and appends to both in the order of the steps.
+    begins both with the inputs, the small buffers and the pool, and appends to both in the order of the steps. A view that several calls
+    of torch are handed is made once.
     """
 
-    def __init__(self, program: Program, key: Any = None, launches: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self, program: Program, scalars: Sequence[float] = (), launches: Sequence[Any] | None = None, stream: int | None = None
+    ) -> None:
         """Collect the operations.
 
         Args:
             program: whose steps they are.
-            key: the stream of compiled kernels, or a tuple of it and the patterns of the scalars.
+            scalars: that its launches are given.
             launches: the `Ready`s of the launches, for aligned addresses; None to launch through `Step.run`, on tensors.
+            stream: of compiled kernels.
         """
         self._program, self._by_address, pool = program, launches is not None, program._pool
-        self._stream, *self._patterns = key if isinstance(key, tuple) else (key,)
-        self._slots, self._tensors = [{i: i for i in range(program._inputs)} for _ in range(2)]
+        self._stream, self._patterns = stream, [bits(value) for value in scalars]
+        self._slots = {i: i for i in range(program._inputs)}
+        self._tensors: dict[Any, int] = dict(self._slots)  # by number, and by view
         self._views: dict[int, set[View]] = {}  # that torch is handed, of each value; none for one that is made as it is handed
         for view in [view for step in program._steps if step.results is not None for view in step.operands]:
             self._views.setdefault(view.source, set()).add(view)
@@ -361,7 +368,7 @@ class _Straight:
                 kernel = next(ready)
                 yield kernel.bound(self._stream), self._picker(step.operands), (*kernel.between, *rest, *kernel.after)
             else:
-                yield partial(_unpacked, step.run), self._picker(step.operands), tuple(rest)
+                yield step.run, self._picker(step.operands), tuple(rest)
             drops = drops if self._by_address else [*drops, *derived]
         if drops:
             yield None, self._drop(drops), ()
@@ -381,18 +388,26 @@ class _Straight:
     def _call(self, step: Step) -> Callable[..., None]:
         """Call torch, on views of tensors."""
         function, by_address, has_results = step.run, self._by_address, bool(step.results)
-        whole = [view for view in step.operands if not self._views[view.source]]
-        views = [(self._tensors[view.source], *(View(0) if view in whole else view)[1:]) for view in step.operands]
+        fresh, places = [], []
+        for view in step.operands:
+            is_whole = view.shape is None or not self._views[view.source]
+            if not is_whole and view not in self._tensors:
+                fresh.append((self._tensors[view.source], view.shape, view.strides, view.offset))
+                self._tensors[view] = len(self._tensors)
+            places.append(self._tensors[view.source if is_whole else view])
+        operands = picker(places)
         numbers = [(s.index, None) if isinstance(s, Scalar) else (None, s) for s in step.scalars]
         for number in step.results or ():
             self._add(number)
 
         def call(slots: list[Any], tensors: list[Any], scalars: tuple[float, ...]) -> None:
-            operands: list[Any] = []
-            for source, shape, strides, offset in views:
+            for source, shape, strides, offset in fresh:
                 t = tensors[source]
-                operands.append(t if shape is None else t.as_strided(shape, strides, t.storage_offset() + offset))
-            found = function(*operands, *[number if index is None else scalars[index] for index, number in numbers])
+                tensors.append(t.as_strided(shape, strides, t.storage_offset() + offset) if offset else t.as_strided(shape, strides))
+            given = operands(tensors)
+            if numbers:
+                given += tuple([number if index is None else scalars[index] for index, number in numbers])
+            found = function(*given)
             if has_results:
                 made: Sequence[Tensor] = (found,) if isinstance(found, Tensor) else found
                 tensors += made
@@ -429,7 +444,8 @@ class _Straight:
     def _drop(self, numbers: Sequence[int]) -> Callable[..., None]:
         """Let go of values after their last reader is launched: from then on, the stream's order guards them."""
         of_slots = [self._slots[number] for number in numbers]
-        of_tensors = [self._tensors[number] for number in numbers if number in self._tensors]
+        sources = {key: key.source if isinstance(key, View) else key for key in self._tensors}
+        of_tensors = [place for key, place in self._tensors.items() if sources[key] in numbers]
 
         def drop(slots: list[Any], tensors: list[Any], _: Any) -> None:
             for i in of_slots:
@@ -452,9 +468,8 @@ class _Straight:
             tensors: list[Any] = [*given, *map(given[0].new_empty_strided, shapes, strides)]
             if by_address:
                 slots: list[Any] = [*map(data_ptr, tensors)]
-                for address in slots:
-                    if address & _ALIGNED:
-                        return program.by_tensors(given, scalars)
+                if any(map(_ALIGNED.__and__, slots)):
+                    return program.by_tensors(given, scalars)
                 if offsets:
                     slots += map(slots[-1].__add__, offsets)
             else:
@@ -463,14 +478,10 @@ class _Straight:
                 if launch is None:
                     function(slots, tensors, scalars)
                 else:
-                    launch(function(slots) + rest)
+                    launch(*function(slots), *rest)
             return [tensors[number] if shape is None else tensors[number].view(shape) for number, shape in results]
 
         return run
-
-
-def _unpacked(launch: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    launch(*arguments)
 
 
 def _parts(pool: Pool, t: Tensor) -> list[Tensor]:
@@ -499,4 +510,4 @@ def picker(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     if len(indices) == 1:
         (only,) = indices
         return lambda values: (values[only],)
-    return itemgetter(*indices)
+    return itemgetter(*indices) if indices else lambda values: ()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from types import FunctionType
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -67,14 +67,17 @@ def is_watching() -> bool:
     return torch._C._len_torch_function_stack() > 0 or forward_ad._current_level >= 0
 
 
-def without_views() -> Any:
-    """A context manager in which autograd does not record that a tensor is a view of another."""
-    return torch._C._ExcludeDispatchKeyGuard(_view_keys())
-
-
 @lru_cache(maxsize=1)
-def _view_keys() -> Any:
-    return torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+def without_views() -> Callable[[], Any]:
+    """What makes a context manager in which autograd does not record that a tensor is a view of another.
+
+    In another torch one that does nothing: a result that is a view cannot be changed in place there, and torch says so.
+    """
+    return _view_guard() if works("views") else contextlib.nullcontext
+
+
+def _view_guard() -> Callable[[], Any]:
+    return partial(torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
 
 
 def keeps_graph() -> bool:
@@ -196,7 +199,7 @@ def works(names: str) -> bool:
 def forget() -> None:
     """Try the names again when they are next needed."""
     failures.cache_clear()
-    _view_keys.cache_clear()
+    without_views.cache_clear()
 
 
 @lru_cache(maxsize=1)
@@ -271,7 +274,7 @@ def _try_modes() -> bool:
 
 def _try_views() -> bool:
     t = torch.zeros(2, device="cpu")
-    with without_views():
+    with _view_guard()():
         silent = t[:1]
     return not silent._is_view() and t[:1]._is_view()
 
