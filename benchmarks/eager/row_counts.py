@@ -1,15 +1,19 @@
-"""`row_counts`: first calls at new numbers of rows, with all the compiling in them, each problem in a process of its own."""
+"""`row_counts`: first calls at new numbers of rows, with all the compiling in them, each problem in a process of its own.
+
+python -m benchmarks.eager.row_counts    # the kernels that these calls compile for an H100, counted on a machine without one
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,11 +30,16 @@ CHILD_SECONDS: Final = 180.0
 OURS: Final = "fastkron_py"
 
 
+def row_counts(kind: str) -> list[int]:
+    """The numbers of rows."""
+    return random.Random(0).sample(range(1, MOST_ROWS + 1), COUNTS[kind])
+
+
 def first_calls(parameters: Mapping[str, Any], device: torch.device) -> list[float]:
     """Seconds of one call at each of the numbers of rows."""
     import fastkron_py
 
-    dtype, rows = getattr(torch, parameters["dtype"]), random.Random(0).sample(range(1, MOST_ROWS + 1), COUNTS[parameters["kind"]])
+    dtype, rows = getattr(torch, parameters["dtype"]), row_counts(parameters["kind"])
     factors = [torch.randn(p, p, device=device).to(dtype) / p**0.5 for p in parameters["P"]]
     needs_gradients, width = parameters["kind"] == "backward", torch.Size(parameters["P"]).numel()
     found = []
@@ -45,6 +54,64 @@ def first_calls(parameters: Mapping[str, Any], device: torch.device) -> list[flo
             torch.cuda.synchronize(device)
         found.append(time.perf_counter() - start)
     return found
+
+
+# ---- kernels, counted without a GPU --------------------------------------------------------------
+
+
+def specialised(value: Any, parameter: Any) -> Any:
+    """What Triton compiles a kernel for, of an argument: a constant, or a type, whether it is 1, and whether 16 divides it."""
+    if parameter.is_constexpr:
+        return repr(value)
+    if isinstance(value, tuple):
+        return tuple([specialised(v, parameter) for v in value])
+    if isinstance(value, bool) or not isinstance(value, int):
+        return type(value).__name__
+    if value == 1 and not parameter.do_not_specialize:
+        return 1
+    is_divisible = value % 16 == 0 and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+    return -(2**31) <= value < 2**31, is_divisible
+
+
+def compiled(step: Any) -> tuple[Any, ...]:
+    """What tells the kernel of a program's launch from others; all operands begin at a 16-byte boundary."""
+    kernel, _, arguments = step.run.configs[0]
+    parameters = {parameter.name: parameter for parameter in kernel.params}
+    sizes = {number: len(parts) for number, parts in step.tuples}
+    shapes = {d.number: (tuple(d.template["block_shape"]), d.itemsize) for d in step.descriptors}
+    operands = tuple([sizes.get(number, shapes.get(number)) for number in step.operands])
+    return kernel, operands, *[(name, specialised(v, parameters[name]) if name in parameters else v) for name, v in arguments.items()]
+
+
+def programs(parameters: Mapping[str, Any], rows: int) -> Iterator[Any]:
+    """The programs of a call with this number of rows, inside of `benchmarks.kron.programs.pretending`."""
+    from fastkron_py.kron import operator
+
+    dtype, ps, is_backward = getattr(torch, parameters["dtype"]), parameters["P"], parameters["kind"] == "backward"
+    x, factors = torch.empty(rows, math.prod(ps), dtype=dtype), [torch.empty(p, p, dtype=dtype) for p in ps]
+    made = operator.forward([x, *factors, None], (1.0, 0.0, "highest", "triton", False), saves=is_backward)
+    yield made
+    if is_backward:
+        makes = {make.number: make for step in made._steps for make in step.makes}
+        saved = [makes[result.number] for result in made._results[len(made._results) - made.saved :]]
+        between = torch.empty(saved[0].shape, dtype=dtype) if saved else None
+        yield operator.gradients([x, x, *factors, between], (True, [True] * len(ps), 1.0, "highest", "triton", False))
+
+
+def kernels(parameters: Mapping[str, Any]) -> tuple[int, int]:
+    """How many kernels calls of all numbers of rows compile, and how many launches one of them makes at most."""
+    from benchmarks.kron.programs import pretending
+
+    found, most = set(), 0
+    with pretending():
+        for rows in row_counts(parameters["kind"]):
+            steps = [step for made in programs(parameters, rows) for step in made._steps if step.results is None]
+            found |= {compiled(step) for step in steps}
+            most = max(most, len(steps))
+    return len(found), most
+
+
+# ---- compiles on a GPU ---------------------------------------------------------------------------
 
 
 def _in_child(parameters: dict[str, Any], device: torch.device) -> Mapping[str, Apart]:
@@ -94,5 +161,8 @@ register(
     )
 )
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) > 1:
     print(json.dumps(first_calls(json.loads(sys.argv[1]), torch.device(sys.argv[2]))))
+elif __name__ == "__main__":
+    cases = [_case(ps, dtype, kind) for ps, dtype in PROBLEMS for kind in COUNTS]
+    print(json.dumps({case.label: kernels(case.parameters) for case in cases}, indent=1))

@@ -15,7 +15,7 @@ from fastkron_py.kron.kernels import epilogues
 from fastkron_py.kron.kernels.epilogues import AXPBY, SCALE, StoreEpilogue
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.planner import choose
-from fastkron_py.kron.problem import LaunchProblem, Problem, Rows
+from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, batch_stride
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.table import tuned
 from fastkron_py.runtime import device as devices
@@ -38,18 +38,18 @@ def mergeable(build: Builder, t: Tensor) -> Tensor:
 
 def rows_of(t: Tensor) -> Rows:
     """Strides of a tensor ``[B, L, n, R]`` whose dimensions (n, R) are contiguous."""
-    return Rows(t.stride(0), t.stride(1), 1)
+    return Rows(batch_stride(t), t.stride(1), 1)
 
 
 def _addend(build: Builder, z: Tensor, epilogue: StoreEpilogue) -> tuple[Tensor, Rows]:
     """Describe z, of any strides: broadcast rows and columns are read in place where (n, R) has a constant stride, or z scales."""
     _, _, n, columns = z.shape
     if columns == 1:
-        return z, Rows(z.stride(0), z.stride(1), z.stride(2) if n > 1 else 0)
+        return z, Rows(batch_stride(z), z.stride(1), z.stride(2) if n > 1 else 0)
     if n == 1 or z.stride(2) == columns * z.stride(3):
-        return z, Rows(z.stride(0), z.stride(1), z.stride(3))
+        return z, Rows(batch_stride(z), z.stride(1), z.stride(3))
     if epilogue.scales_by is not None:
-        return z, Rows(z.stride(0), z.stride(1), z.stride(2), z.stride(3))
+        return z, Rows(batch_stride(z), z.stride(1), z.stride(2), z.stride(3))
     z = build.contiguous(z)
     return z, rows_of(z)
 
@@ -88,7 +88,7 @@ def launches_of(problem: Problem, choice: Choice | None) -> list[LaunchProblem]:
     (groups, rows, *_), found, x = problem.shape, list[LaunchProblem](), problem.x
     for launch, (before, after) in zip(launches, places, strict=True):
         width = before * launch.q * after
-        y = Rows(rows * width, width, 1)
+        y = Rows(rows * width if groups > 1 else 0, width, 1)
         found.append(launch_problem(problem, launch, (groups, rows, before, after), transposed, before, x, y, launch is launches[-1]))
         x = y
     return found

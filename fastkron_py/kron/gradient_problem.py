@@ -166,9 +166,9 @@ class GroupProblem(OnSlices):
     @cached_property
     def common(self) -> dict[str, Any]:
         """The arguments that every kernel of a fused group has."""
-        _, rows, before, after = self.shape
+        groups, rows, before, after = self.shape
         width = before * self.sizes[0] * after
-        dx = Rows(rows * width, width, 1).in_place(self.sizes[0], after, not self.addresses["HEAD"])  # contiguous
+        dx = Rows(rows * width if groups > 1 else 0, width, 1).in_place(self.sizes[0], after, not self.addresses["HEAD"])  # contiguous
         return self.addresses | {
             "dx_strides": in_words(dx, self.dtype),
             "factor_strides": self.factor_strides,

@@ -21,7 +21,7 @@ from fastkron_py.kron.families.torch_products import copied_width
 from fastkron_py.kron.kernels import epilogues
 from fastkron_py.kron.kernels.matmul_step import _copy_matrices_kernel, epilogue_axpby
 from fastkron_py.kron.matmul import Epilogue, matrices, mode_products, product, scaled_product, summed_products, wide_product
-from fastkron_py.kron.problem import LaunchProblem, in_words, parts_of
+from fastkron_py.kron.problem import LaunchProblem, batch_stride, in_words, parts_of
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
@@ -253,9 +253,9 @@ def _add_copy(build: Builder, x: Tensor, y: Tensor, z: Tensor | None = None, sca
     reach = max(sum(abs(stride) * block for stride, block in zip(t.stride()[1:], blocks, strict=True)) for t in (x, addend, y))
     epilogue = epilogues.AXPBY if z is not None else epilogues.PLAIN if scale.is_one else epilogues.SCALE
     arguments = {
-        "x_strides": in_words(x.stride(), x.dtype),
-        "z_strides": in_words(addend.stride(), x.dtype),
-        "y_strides": in_words(y.stride(), x.dtype),
+        "x_strides": in_words((batch_stride(x), *x.stride()[1:]), x.dtype),
+        "z_strides": in_words((batch_stride(addend), *addend.stride()[1:]), x.dtype),
+        "y_strides": in_words((batch_stride(y), *y.stride()[1:]), x.dtype),
         "count": count,
         "x_sizes": tuple(x.shape[2:]),
         "y_sizes": tuple(sizes),

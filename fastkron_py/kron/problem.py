@@ -41,6 +41,11 @@ def in_words(strides: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
     return tuple([2 * stride for stride in strides]) if is_two_words else tuple(strides)
 
 
+def batch_stride(t: Tensor) -> int:
+    """The stride of batches; 0 where there is one: a multiple of the rows, by whose divisibility a kernel would be compiled anew."""
+    return t.stride(0) if t.shape[0] > 1 else 0
+
+
 def passes_of(dtype: torch.dtype, precision: str) -> int:
     """Products of tensor cores that a product of this precision takes."""
     return 3 if dtype.to_real().itemsize == 4 and precision == "highest" else 1

@@ -108,14 +108,15 @@ def tile_of(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 # ---- the second stage of sums over programs: their partial sums, added up in a fixed order -----------
 
 _SUMMED: Final = 2048  # partial sums that a program adds up at a time
+_ROWS: Final = (8, 32, 128)  # of them in a column: few sizes, since there are as many sums as rows of x give
 
 
 def sum_launcher(size: int, programs: int, groups: int = 1, programs_first: bool = True, columns: int = 0) -> Launcher:
     """The launch of `_sum_partials_kernel` on partial sums ``[programs, groups, size]``, or ``[groups, programs, size]``."""
-    rows = min(128, next_power_of_two(programs))
+    rows = next((rows for rows in _ROWS if programs <= rows), _ROWS[-1])
     block = min(next_power_of_two(size), max(32, _SUMMED // rows))
     arguments = {
-        "stride_b": size if programs_first else programs * size,
+        "stride_b": 0 if groups == 1 else size if programs_first else programs * size,
         "stride_r": groups * size if programs_first else size,
         "programs": programs,
         "SIZE": size,

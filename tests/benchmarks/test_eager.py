@@ -5,7 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +130,31 @@ def test_a_run_on_the_cpu(tmp_path: Path) -> None:
     assert "distribution" not in found
     counted = json.loads((tmp_path / "row_counts.json").read_text())["cases"]
     assert [case["details"]["compiles"] for case in counted] == [0]  # torch's backend compiles nothing, and the second one had no time left
+
+
+def test_all_numbers_of_rows_share_few_kernels() -> None:
+    """In a process without TRITON_INTERPRET: interpreted kernels do not say what they are compiled for."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.eager.row_counts"]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True, timeout=280)
+    found = json.loads(done.stdout)
+    assert len(found) == len(row_counts.PROBLEMS) * len(row_counts.COUNTS)
+    for label, (kernels, launches) in found.items():
+        assert 0 < kernels <= launches * (2 if label.endswith("forward") else 4), label
+    # A batch of one lies 300 * 451 times the rows apart, which 16 divides or not.
+    assert [kernels == launches for label, (kernels, launches) in found.items() if "300,451 float32 forward" in label] == [True]
+
+
+@pytest.mark.parametrize(
+    ("flags", "same"), [({}, False), ({"do_not_specialize": True}, True), ({"do_not_specialize_on_alignment": True}, True)]
+)
+def test_what_kernels_are_compiled_for(flags: dict[str, bool], same: bool) -> None:
+    off = {"is_constexpr": False, "do_not_specialize": False, "do_not_specialize_on_alignment": False}
+    parameter = SimpleNamespace(**(off | flags))
+    assert (row_counts.specialised(300 * 16, parameter) == row_counts.specialised(300 * 17, parameter)) == same
+    assert (row_counts.specialised((1, 2), parameter) == row_counts.specialised((3, 2), parameter)) == ("do_not_specialize" in flags)
+    assert row_counts.specialised(3, parameter) != row_counts.specialised(3 << 40, parameter)
+    assert row_counts.specialised(3, SimpleNamespace(**(off | {"is_constexpr": True}))) != row_counts.specialised(5, parameter)
 
 
 def test_row_counts_differ() -> None:
