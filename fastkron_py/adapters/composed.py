@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.plan import CPU_COSTS, GPU_COSTS, Plan, best_plan
 from fastkron_py.kron import operator
-from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.backend import backend_of_call
 
 
 def add_product(
@@ -59,8 +59,7 @@ def multiply(
 
     Unlike `kron_matmul` it takes factors of float32 beside an x of a half dtype, whose gradients are then float32's.
     """
-    if backend is None:
-        backend = "" if torch.compiler.is_compiling() else requested_backend()
+    backend = backend_of_call() if backend is None else backend
     beta = 0.0 if base is None else 1.0
     y: Tensor = operator.kron_matmul(x, list(factors), base, float(scale), beta, precision, backend, left)
     return y

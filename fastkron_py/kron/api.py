@@ -13,7 +13,7 @@ from fastkron_py.kron import modes, operator
 from fastkron_py.kron.checks import check_problem, check_tensors, factors_and_identities, is_identity
 from fastkron_py.kron.matmul import PLAIN, Epilogue
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar
 from fastkron_py.runtime.eager import TENSOR_TYPES, takes_fast_path, wants_gradient
@@ -246,8 +246,6 @@ def _product(x: Tensor, factors: list[Any], epilogue: Epilogue, precision: str |
     """``[*batch, M, N]`` (left: ``[*batch, N, M]``) by the operator, or by more than one call of it beside identities."""
     if any([is_identity(f) for f in factors]):
         return modes.multiply(x, factors, left, precision, epilogue)
-    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
-    backend = "" if torch.compiler.is_compiling() else requested_backend()
     alpha, beta, z = epilogue
-    y: Tensor = operator.kron_matmul(x, factors, z, alpha, beta, precision, backend, left, key=key)
+    y: Tensor = operator.kron_matmul(x, factors, z, alpha, beta, precision, backend_of_call(), left, key=key)
     return y

@@ -18,7 +18,7 @@ from fastkron_py.kron.families.butterfly import takes_transform, transform
 from fastkron_py.kron.hadamard_orders import factor_sizes, matrices, padded_matrix, shrunk, split
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.backend import choose_backend, is_interpreting, requested_backend
+from fastkron_py.runtime.backend import backend_of_call, choose_backend, is_interpreting
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.checks import HALF_DTYPES, can_write, check_out, check_scalar, check_tensor, is_same
@@ -90,14 +90,18 @@ def hadamard(x: ArrayT, *, scale: Scale = 1.0, precision: str | None = None, out
     function = _transform(t, scale, precision, cast("Tensor | None", out))
     y = function(t)
     if key is not None and dtype is None and takes_fast_path((x,)):
-        CACHE.keep(key, (x,), None, lambda given, _: function(*given), (), operator.name)
+        entry = CACHE.find(operator.name, (x,))  # of additions without a matrix: that call itself, with this scale
+        if entry is None:
+            CACHE.keep(key, (x,), None, lambda given, _: function(*given), (), operator.name)
+        else:
+            CACHE.keep(key, (x,), entry.program, entry.call, (scale, *entry.options[1:]), operator.name)
     return cast("ArrayT", y if out is None or y is out else cast("Tensor", out).copy_(y))
 
 
 def _transform(x: Tensor, scale: Any, precision: str | None, out: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The transform of tensors like x: by additions where a kernel has them, to out if it can be written; else by the factors."""
     n, shape = index(x.shape[-1]), x.shape  # a graph that is compiled or traced is one of this length
-    backend = "" if torch.compiler.is_compiling() else requested_backend()
+    backend = backend_of_call()
     m, bits = split(n)
     adds = not isinstance(scale, Tensor)
     if adds and has_additions(m, bits, x.dtype, x.device, backend):

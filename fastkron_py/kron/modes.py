@@ -19,7 +19,7 @@ from fastkron_py.kron import operator
 from fastkron_py.kron.checks import Factor, is_identity, result_shape, shape_of
 from fastkron_py.kron.matmul import PLAIN, Epilogue
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.backend import backend_of_call, requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import HALF_DTYPES, check_precision, check_tensor
 from fastkron_py.runtime.eager import takes_fast_path
@@ -353,7 +353,5 @@ def _contract(x: Tensor, run: Run, batch: int, precision: str | None, epilogue: 
     own, (packed, packed_result, shape), left = _contraction(x.shape, run, batch)
     x, (alpha, beta, z) = x.reshape(*x.shape[:own], *packed), epilogue
     z = None if z is None else z.reshape(*z.shape[:own], *packed_result)
-    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
-    backend = "" if torch.compiler.is_compiling() else requested_backend()
-    y: Tensor = operator.kron_matmul(x, _on_side(run.factors, left), z, alpha, beta, precision, backend, left)
+    y: Tensor = operator.kron_matmul(x, _on_side(run.factors, left), z, alpha, beta, precision, backend_of_call(), left)
     return y.reshape(*y.shape[:own], *shape)

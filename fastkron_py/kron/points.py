@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.runtime.backend import choose_backend, requested_backend
+from fastkron_py.runtime.backend import backend_of_call, choose_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.operator import GradientCall, Operator, Saved
@@ -80,8 +80,7 @@ def scattered(t: Tensor, points: Points | None, dim: int) -> Tensor:
 
 
 def _moved(t: Tensor, points: Points, spread: bool, dim: int) -> Tensor:
-    backend = "" if torch.compiler.is_compiling() else requested_backend()
-    moved: Tensor = take_points(t, points.index, list(points.tables), spread, dim, backend)
+    moved: Tensor = take_points(t, points.index, list(points.tables), spread, dim, backend_of_call())
     return moved
 
 

@@ -15,7 +15,7 @@ from fastkron_py.kron.checks import check_tensors, factor_list, result_shape
 from fastkron_py.kron.families import slice_pair
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.backend import choose_backend, is_interpreting, requested_backend
+from fastkron_py.runtime.backend import backend_of_call, choose_backend, is_interpreting
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.checks import HALF_DTYPES, check_precision, check_scalar
 from fastkron_py.runtime.errors import type_error, value_error
@@ -114,9 +114,9 @@ def kron_quantize(
         raise type_error("clip_ratio", "a number", clip_ratio)
     if not 0 < ratio <= 1:
         raise value_error("clip_ratio", "a number above 0, at most 1", clip_ratio)
-    backend = "" if torch.compiler.is_compiling() else requested_backend()
+    options = float(ratio) / LARGEST[kind], kind, precision, backend_of_call()
     with torch.no_grad():
-        found = operator(x.detach(), [f.detach() for f in listed], float(ratio) / LARGEST[kind], kind, precision, backend)
+        found = operator(x.detach(), [f.detach() for f in listed], *options)
     return Quantized(*found)
 
 

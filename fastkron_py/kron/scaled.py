@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastkron_py.kron import derivatives
 from fastkron_py.kron.checks import result_shape
 from fastkron_py.kron.multiply import Multiply, backend_of, cast
 from fastkron_py.kron.operator import CALLS
-from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.program import Program
@@ -33,9 +32,8 @@ def multiply_scaled(factors: Sequence[Tensor], x: Tensor, diagonal: Tensor, *, d
         diagonal: d ``[*batch_d, N]``, whose batch dimensions broadcast to the product's; real, or of x's dtype.
         divides: whether rows are divided by d.
     """
-    backend = "" if torch.compiler.is_compiling() else requested_backend()
     z = diagonal.resolve_conj().unsqueeze(-1)
-    y: Tensor = kron_scaled(x, list(factors), z, divides, None, backend, True)
+    y: Tensor = kron_scaled(x, list(factors), z, divides, None, backend_of_call(), True)
     return y
 
 

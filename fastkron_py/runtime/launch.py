@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -52,32 +53,15 @@ def ready_of(compiled: Any, grid: tuple[int], between: tuple[Any, ...], after: t
     return Ready(grid[0], between, after, compiled.run, first)
 
 
-class _Witness:
-    """Stands for a compiled kernel where Triton launches it, and takes note of how."""
-
-    def __init__(self, compiled: Any) -> None:
-        self._compiled = compiled
-        self.given: tuple[Any, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
-
-    def run(self, *given: Any) -> None:
-        """As of the kernel."""
-        self.given = given
-
-    def launch_metadata(self, *given: Any) -> None:
-        """Metadata for hooks: none."""
-
-
 def _obstacle(compiled: Any) -> str | None:
     """Why a kernel cannot be launched past Triton's front door: it is launched there by another call than the one known."""
     try:
-        witness, operand = _Witness(compiled), object()
-        type(compiled).__getitem__(witness, (2, 3, 5))(operand, stream=7)
+        first, taken = (compiled.function, compiled.packed_metadata), list[tuple[Any, ...]]()
+        witness = SimpleNamespace(function=first[0], packed_metadata=first[1], run=lambda *given: taken.append(given))
+        witness._init_handles = witness.launch_metadata = lambda *_: None
+        type(compiled).__getitem__(witness, (2, 3, 5))(operand := object(), stream=7)
         hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        expected = (2, 3, 5, 7, compiled.function, compiled.packed_metadata, None, *hooks, operand)
-        if witness.given != expected or not callable(compiled.run):
+        if taken != [(2, 3, 5, 7, *first, None, *hooks, operand)] or not callable(compiled.run):
             return "a compiled kernel takes other arguments than expected"
     except Exception as error:  # whatever another version does
         return f"{type(error).__name__}: {error}"

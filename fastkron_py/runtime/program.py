@@ -337,7 +337,7 @@ class _Straight:
 
     def _layout(self, make: Make) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shape and strides of a buffer: those of its one view, if torch is handed that alone, and the view is all of it."""
-        shape, strides = make.shape, make.strides or contiguous(make.shape)
+        shape, strides = make.shape, make.strides or torch.empty(make.shape, device="meta").stride()
         views = self._views.get(make.number, set())
         if len(views) == 1 and make.number not in [number for number, _ in self._program._results]:
             (view,) = views
@@ -509,11 +509,6 @@ def _made_descriptor(descriptor: Descriptor, values: Sequence[Any]) -> Any:
         begin, end = (v if is_address else v.data_ptr() for v in (base, values[descriptor.other]))
         template = {**template, "strides": [(end - begin) // descriptor.itemsize, *template["strides"][1:]]}
     return remade(descriptor.type, template, Place(base) if is_address else base)
-
-
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, as torch has them."""
-    return tuple([math.prod([max(n, 1) for n in shape[i + 1 :]]) for i in range(len(shape))])
 
 
 def picker(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
