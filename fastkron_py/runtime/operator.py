@@ -193,6 +193,7 @@ class Operator:
         self._schema = _Schema(schema)
         self.name = self._schema.name
         self._build, self._saving, self._kept, self._unsaved, self._scalars = program, saving, kept, frozenset(unsaved), tuple(scalars)
+        self._numbers = picker(self._scalars)  # from the options to the numbers that a program is run with
         self._is_single = self._schema.returns == "Tensor"
         self._gradient_call, self._jvp, self._vmap, self._in_torch, self._places = gradient_call, jvp, vmap, in_torch, places
         if backward is None and gradient_call is not None:
@@ -274,9 +275,6 @@ class Operator:
         key = self._key(tensors, options), *about(tensors), tensors[0].device, places, saves  # type: ignore[union-attr]
         build = self._saving if saves and self._saving is not None else self._build
         return CACHE.program(key, lambda: build(tensors, options))
-
-    def _numbers(self, options: Sequence[Any]) -> tuple[float, ...]:
-        return tuple([float(options[i]) for i in self._scalars])
 
     def _results(self, program: Program, given: Sequence[Tensor], options: Sequence[Any]) -> Any:
         """A program's results as the schema has them."""

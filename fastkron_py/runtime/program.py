@@ -441,6 +441,10 @@ class _Straight:
         for number, *_ in descriptors:
             self._derive(number)
 
+        if len(tuples) == 1 and not shifts and not descriptors:
+            (alone,) = tuples
+            return lambda slots, tensors, _: slots.append(alone(slots))
+
         def derive(slots: list[Any], tensors: list[Any], _: Any) -> None:
             for source, nbytes, elements in shifts:
                 base = slots[source]
