@@ -30,7 +30,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "rational": lambda x: rational_function(x, FACTORS[0].new_ones(3, 4), FACTORS[0].new_ones(3, 2)),
     "lokr": LAYER,
 }
-OF_TORCH = ("gated_linear", "poly_kan")  # in transforms made of torch's own operations
+OF_TORCH = ("gated_linear", "poly_kan", "rational")  # in transforms made of torch's own operations
 
 
 def test_writes_in_place() -> None:
