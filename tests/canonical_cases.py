@@ -136,12 +136,14 @@ def force_products(monkeypatch, algorithm: str) -> None:
 def force_gradients(monkeypatch, algorithm: str) -> None:
     """Gradients of large factors by one algorithm from now on: "looped", "wgmma", "matmul" or "copying"."""
     from fastkron_py.kron import gradients  # as above
-    from fastkron_py.kron.families import tile_gradients, torch_products, wgmma
 
-    family = {"looped": tile_gradients, "wgmma": wgmma}.get(algorithm, torch_products)
-    chosen = gradients.chosen_family
-    monkeypatch.setattr(gradients, "chosen_family", lambda problem: chosen(problem) if problem.is_fused else family)
-    monkeypatch.setattr(torch_products, "gradient_algorithm", lambda mode: algorithm)
+    prices, bids = f"{'tile_factor' if algorithm == 'looped' else algorithm}_gradients", gradients.bids
+
+    def forced(problem):
+        found = bids(problem)
+        return [bid for bid in found if bid.offer.prices == prices] or found
+
+    monkeypatch.setattr(gradients, "bids", forced)
 
 
 def watch_kernels(monkeypatch) -> list[str]:

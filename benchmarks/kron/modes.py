@@ -19,11 +19,11 @@ from torch import Tensor
 from benchmarks.kron.drawn import check_draw, log_uniform
 from benchmarks.kron.problems import TOLERANCES
 from benchmarks.registry import Benchmark, Call, Case, Contender, Draw, register
-from fastkron_py.kron.plan.gradients import gradient_times
 from fastkron_py.runtime.builder import Builder
 
 ALGORITHMS: Final = ("wgmma", "chained", "matmul", "copying", "looped")
 FAMILIES: Final = {"wgmma": "wgmma", "fragments": "chained", "tile": "looped"}  # algorithms
+GRADIENTS: Final = {"wgmma": "wgmma", "fragments_factor": "chained", "tile_factor": "looped", "matmul": "matmul", "copying": "copying"}
 DTYPES: Final = ("float32", "bfloat16", "float64")
 WIDTHS: Final = (33, 2500)
 MOST_ELEMENTS: Final = 20_000_000  # of the operand and of the result
@@ -42,16 +42,24 @@ class Inputs:
     def modelled(self) -> dict[str, float]:
         """Seconds of each algorithm by the closed form."""
         from fastkron_py.kron import forward  # imports Triton, as all that launches does
-        from fastkron_py.kron.families import offers, torch_products, wgmma
+        from fastkron_py.kron.families import gradient_offers, offers, torch_products
+        from fastkron_py.kron.gradient_problem import Group, GroupProblem
         from fastkron_py.kron.planner import segment_of
 
         problem = forward.multiply_problem(self.x.unsqueeze(0), [self.factor.unsqueeze(0)], self.x.device, "highest")
         segment = segment_of(problem, 0, 1, True)
         if self.dy is not None:
-            return gradient_times(segment.mode, wgmma.takes(self.x.dtype, problem.gpu) and problem.allows(wgmma.name))
+            group = GroupProblem.of(problem, Group(0, 0, 1, fused=False), self.factor.shape[1:])
+            bids = [bid for made in gradient_offers(group).values() if not isinstance(made, str) for bid in made]
+            return {_algorithm(bid): bid.seconds for bid in bids}
         made = {name: offer for name, offer in offers(segment).items() if name in FAMILIES and not isinstance(offer, str)}
         own = {FAMILIES[name]: min([bid.seconds for bid in offer]) for name, offer in made.items()}
         return own | torch_products.multiply_times(segment.mode)
+
+
+def _algorithm(offer: Any) -> str:
+    """The name of an offer's algorithm for the gradient of a factor."""
+    return GRADIENTS[offer.prices.removesuffix("_gradients")]
 
 
 # ---- problems ----------------------------------------------------------------------------------
@@ -121,18 +129,17 @@ def forced(algorithm: str) -> Iterator[None]:
     """
     from fastkron_py import families
     from fastkron_py.kron import gradients, planner
-    from fastkron_py.kron.families import fragments_gradients, tile_gradients, torch_products, wgmma
+    from fastkron_py.kron.families import torch_products
+    from fastkron_py.kron.plan.gradients import bids
 
     if algorithm not in ALGORITHMS:
         raise NotImplementedError(algorithm)
     (name,) = [name for name, own in FAMILIES.items() if own == algorithm] or [torch_products.name]
-    family = {"looped": tile_gradients, "wgmma": wgmma, "chained": fragments_gradients}.get(algorithm, torch_products)
     planner.plan.cache_clear()  # it knows the choice of another algorithm
     with (
         families(name),
         patch.object(torch_products, "multiply_times", lambda _: {algorithm: 1.0}),
-        patch.object(gradients, "chosen_family", lambda _: family),
-        patch.object(torch_products, "gradient_algorithm", lambda _: algorithm),
+        patch.object(gradients, "bids", lambda problem: [bid for bid in bids(problem) if _algorithm(bid.offer) == algorithm]),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""The problems of backward passes, as plain values: of all factors, of a group of them, and how a group is launched."""
+"""The gradients of a group of factors, as plain values: what is computed, families' offers for it, and how it is launched."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fastkron_py.kron.plan.steps import tile_constants
-from fastkron_py.kron.problem import Mode, OnSlices, Rows, in_words, mode_of
+from fastkron_py.kron.plan.steps import padded, tile_constants
+from fastkron_py.kron.problem import MICROSECOND, WORD, Mode, OnSlices, Problem, Rows, in_words, mode_of
+from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU
 
 if TYPE_CHECKING:
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 
     from fastkron_py.runtime.launch import LaunchConfig
 
+SINGLE: Final = "takes one factor that no kernel takes with dx"
 
-@dataclass(frozen=True)
-class Group:
+
+class Group(NamedTuple):
     """Factors start to stop of a backward pass: those before split are step A, the others step B; without step A, split is start.
 
     One kernel takes a fused group; any other is one factor, whose gradient and whose product with g are launches of their own.
@@ -29,49 +31,6 @@ class Group:
     split: int
     stop: int
     fused: bool = True
-
-    @property
-    def steps(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of each step."""
-        return ((self.start, self.split), (self.split, self.stop)) if self.split > self.start else ((self.start, self.stop),)
-
-
-class GradientProblem(NamedTuple):
-    """Everything that the plan of a backward pass depends on.
-
-    Attributes:
-        shapes: (P, Q) of the factors.
-        rows: products that share the factors: rows of x times batches.
-        columns: elements after the last factor's mode; above 1 no slice is one run of memory.
-        itemsize: bytes of a real number.
-        parts: real numbers of an element.
-        passes: over the tensor cores; 3 for float32 as such.
-        gpu: where it runs.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    rows: int
-    columns: int
-    itemsize: int
-    parts: int
-    passes: int
-    gpu: GPU
-
-    @property
-    def element(self) -> int:
-        """Bytes of an element."""
-        return self.itemsize * self.parts
-
-    def size(self, start: int, stop: int) -> tuple[int, int]:
-        """(P, Q) of factors start to stop multiplied out."""
-        mine = self.shapes[start:stop]
-        return math.prod([p for p, _ in mine]), math.prod([q for _, q in mine])
-
-    def mode(self, start: int, stop: int, widths: Sequence[int]) -> Mode:
-        """The mode of factors start to stop, where all modes have these widths."""
-        runs, after = self.rows * math.prod(widths[:start]), math.prod(widths[stop:]) * self.columns
-        p, q = self.size(start, stop)
-        return Mode(1, runs, after, self.parts * p, self.parts * q, self.itemsize, self.passes, self.gpu)
 
 
 @dataclass(frozen=True)
@@ -117,11 +76,29 @@ class GroupProblem(OnSlices):
         """(start, stop) of step A, which may be empty, and of step B."""
         return (0, self.split), (self.split, len(self.factor_shapes))
 
+    @classmethod
+    def of(cls, problem: Problem, group: Group, widths: Sequence[int]) -> GroupProblem:
+        """The problem of a group of a contiguous multiply's factors as the plan sees it, where all modes of g have these widths."""
+        shapes = problem.shapes[group.start : group.stop]
+        before, after = math.prod(widths[: group.start]), math.prod(widths[group.stop :]) * problem.shape[3]
+        u, g = (Rows(0, before * math.prod([shape[side] for shape in shapes]) * after, 1) for side in (0, 1))
+        around = (1, problem.shape[0] * problem.shape[1], before, after)
+        strides, needs = tuple([(0, q, 1) for _, q in shapes]), (True,) * len(shapes)
+        of = (problem.precision, problem.dtype, problem.dtype, problem.gpu)
+        return cls(group.split - group.start, group.fused, around, u, g, shapes, strides, group.fused, needs, False, *of)
+
     @cached_property
     def step_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Rows of the product of each step, and columns."""
-        (pa, qa), (pb, qb) = (self.alone.size(*step) for step in self.steps)
+        parts = self.factor_shapes[: self.split], self.factor_shapes[self.split :]
+        (pa, qa), (pb, qb) = ([math.prod([shape[side] for shape in part]) for side in (0, 1)] for part in parts)
         return (pa, pb), (qa, qb)
+
+    @cached_property
+    def pads(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows and columns of each step as held on chip (`plan.steps.padded`), in elements; (1, 1) of none."""
+        a, b = [(padded(p, self.parts), padded(q, self.parts)) for p, q in zip(*self.step_sizes, strict=True)]
+        return a if self.split else (1, 1), b
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
@@ -130,22 +107,33 @@ class GroupProblem(OnSlices):
         return p, q
 
     @cached_property
-    def alone(self) -> GradientProblem:
-        """The problem of a plan of the group alone, for one batch of factors."""
-        _, rows, before, after = self.shape
-        return GradientProblem(self.factor_shapes, rows * before, after, self.itemsize, self.parts, self.passes, self.gpu)
-
-    @cached_property
     def mode(self) -> Mode:
         """The sizes of the group as one mode."""
         return mode_of(self.shape, *self.sizes, self.dtype, self.precision, self.gpu)
 
-    @property
-    def fused_seconds(self) -> float:
-        """Modelled seconds of a fused group, whichever family's kernel takes it."""
-        from fastkron_py.kron.families.tile_gradients import fused_seconds
+    def moves(self, block_s: int, run: int, partial_sums: int) -> dict[str, float]:
+        """The quantities that all launches of gradients have in common, in seconds: those of reading u and g, and of what comes after.
 
-        return self.shape[0] * fused_seconds(Group(0, self.split, len(self.factor_shapes)), self.alone, self.mode)
+        Args:
+            block_s: slices of a tile.
+            run: slices of it that are one run of memory wherever it begins, if something comes after the mode.
+            partial_sums: that the launch leaves for each batch of factors.
+
+        Returns:
+            those of `Mode.moves`, and "written", of dx; "launches" that sum, and split a step's gradient into its factors'; and
+            "partials", their bytes.
+        """
+        found, mode = self.mode.moves(block_s, run), self.mode
+        written = mode.batches * mode.slices * mode.p * mode.itemsize / mode.gpu.bandwidth if self.need_x else 0.0
+        sizes = [p * q for p, q in zip(*self.step_sizes, strict=True)][self.split == 0 :]
+        followed = len(sizes) + sum([stop - start > 1 for start, stop in self.steps])
+        sums = mode.batches * partial_sums * sum(sizes) * self.parts * WORD
+        return found | {
+            "streamed": mode.streamed + (written if mode.streamed else 0.0),
+            "written": written,
+            "launches": followed * MICROSECOND,
+            "partials": 2 * sums / mode.gpu.bandwidth,
+        }
 
     @cached_property
     def addresses(self) -> dict[str, Any]:
@@ -224,3 +212,25 @@ class GradientLaunch(NamedTuple):
     takes_alpha: bool = True
     splits_first: bool = False
     algorithm: str = ""
+
+
+@dataclass(frozen=True)
+class GradientOffer:
+    """A family's bid for a group.
+
+    Attributes:
+        prices: the section of its prices.
+        quantities: of the group's gradients and, of a fused group, of dx.
+        problem: the group's.
+        launch: makes the launch.
+    """
+
+    prices: str
+    quantities: dict[str, float]
+    problem: GroupProblem
+    launch: Callable[[], GradientLaunch]
+
+    @cached_property
+    def seconds(self) -> float:
+        """Modelled seconds."""
+        return priced(self.prices, self.problem.gpu, self.problem.itemsize, self.quantities)

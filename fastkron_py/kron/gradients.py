@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fastkron_py.kron.canonical import PLAIN, Canonical, Scale
-from fastkron_py.kron.checks import Shape
-from fastkron_py.kron.families import GradientFamily, gradient_families
+from fastkron_py.kron.families import missing
 from fastkron_py.kron.forward import Part, add_multiply, mergeable, rows_of
-from fastkron_py.kron.gradient_problem import GradientLaunch, GradientProblem, Group, GroupProblem
+from fastkron_py.kron.gradient_problem import GradientLaunch, Group, GroupProblem
 from fastkron_py.kron.kernels.factor_gradient import _split_gradient_kernel
 from fastkron_py.kron.matmul_step import add_gradient
-from fastkron_py.kron.plan.gradients import best_order, find_cut, gradient_plan
-from fastkron_py.kron.problem import parts_of, passes_of
+from fastkron_py.kron.plan.gradients import Cut, best_order, bids, find_cut, gradient_plan, part_of
+from fastkron_py.kron.problem import Problem, contiguous_problem
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import next_power_of_two
@@ -37,22 +37,6 @@ _KEPT: Final = 2
 
 
 # ---- the gradients of one group ------------------------------------------------------------------
-
-
-def offers(problem: GroupProblem) -> dict[GradientFamily, float | str]:
-    """The modelled seconds of each family for a group, or what is in its way."""
-    return {family: family.gradient_seconds(problem) for family in gradient_families()}
-
-
-def least(priced: dict[GradientFamily, float | str]) -> tuple[GradientFamily, float]:
-    """The family of the least seconds, and these."""
-    found = [(family, seconds) for family, seconds in priced.items() if not isinstance(seconds, str)]
-    return min(found, key=lambda offer: offer[1])
-
-
-def chosen_family(problem: GroupProblem) -> GradientFamily:
-    """The family that computes a group's gradients."""
-    return least(offers(problem))[0]
 
 
 class _Partials:
@@ -125,14 +109,27 @@ class _Partials:
         return total
 
 
-def _add_group(
+def add_group(
     build: Builder, problem: GroupProblem, u: Tensor, g: Tensor, factors: Sequence[Tensor], dx: Tensor | None, alpha: Scalar | int
 ) -> list[Tensor | None]:
-    """Gradients of a group's factors, which lie in memory as the factors do; dx, if there is one, is written."""
+    """Gradients of a group's factors, which lie in memory as the factors do, by the best offer; dx, if there is one, is written."""
     if problem.is_transposed:
-        (df,) = _add_group(build, problem.swapped(), g, u, [f.mT for f in factors], None, alpha)
+        (df,) = add_group(build, problem.swapped(), g, u, [f.mT for f in factors], None, alpha)
         return [None if df is None else df.mT]
-    made = chosen_family(problem).gradient_launch(problem)
+    return add_gradients(build, problem, bids(problem)[0].offer.launch(), u, g, factors, dx, alpha)
+
+
+def add_gradients(
+    build: Builder,
+    problem: GroupProblem,
+    made: GradientLaunch,
+    u: Tensor,
+    g: Tensor,
+    factors: Sequence[Tensor],
+    dx: Tensor | None,
+    alpha: Scalar | int,
+) -> list[Tensor | None]:
+    """The same by a launch."""
     if not made.configs:
         batches, _, _, after = problem.shape
         u, g = (build.reshape(t, (batches, -1, size, after)) for t, size in zip((u, g), problem.sizes, strict=True))
@@ -285,24 +282,24 @@ class _Pass:
 # ---- the program ---------------------------------------------------------------------------------
 
 
-def _problem(x: Tensor, factors: Sequence[Tensor], precision: str, device: torch.device) -> GradientProblem:
-    """The problem of the plan: x is ``[B, L, K, R]``, in memory or not."""
-    shapes, itemsize = tuple([(f.shape[1], f.shape[2]) for f in factors]), x.dtype.to_real().itemsize
-    rows, columns = x.shape[0] * x.shape[1], x.shape[3]
-    return GradientProblem(shapes, rows, columns, itemsize, parts_of(x.dtype), passes_of(x.dtype, precision), devices.gpu_of(device))
+def _problem(x: Tensor, factors: Sequence[Tensor], precision: str, device: torch.device) -> Problem:
+    """The problem of the plan: x is ``[B, L, K, R]``, in memory or not, and taken as contiguous."""
+    shapes, gpu = [(f.shape[1], f.shape[2]) for f in factors], devices.gpu_of(device)
+    made = contiguous_problem(shapes, x.shape[0] * x.shape[1], x.shape[3], x.dtype, gpu, precision)
+    return replace(made, missing=missing(x.dtype, gpu))
 
 
-def _groups(problem: GradientProblem, need_factors: Sequence[bool]) -> tuple[list[Group], list[int]]:
+def _groups(problem: Problem, need_factors: Sequence[bool]) -> tuple[list[Group], list[int]]:
     """The groups that hold a wanted factor, in the order in which they are taken, and the factors' numbers in that order.
 
     Factors outside of the first and the last wanted one are multiplied only.
     """
     wanted = [i for i, need in enumerate(need_factors) if need]
     first, stop, count = wanted[0], wanted[-1] + 1, len(need_factors)
-    rows, columns = problem.rows * problem.size(0, first)[0], problem.size(stop, count)[1] * problem.columns
-    plan = gradient_plan(problem._replace(shapes=problem.shapes[first:stop], rows=rows, columns=columns))
     if len(wanted) == count:
-        return best_order(plan, problem)
+        return best_order(gradient_plan(problem), problem)
+    widths = [p if i < first else q for i, (p, q) in enumerate(problem.shapes)]
+    plan = gradient_plan(part_of(problem, first, stop, widths))
     moved = [Group(g.start + first, g.split + first, g.stop + first, g.fused) for g in plan]
     return [g for g in moved if any(need_factors[g.start : g.stop])], list(range(count))
 
@@ -355,7 +352,7 @@ def add_backward(
         if taken is not None:
             taken.append((numbers[0], problem))
         dx = _place_of_dx(build, u, made, out if final else None) if go_on and group.fused else None
-        gradients[mine] = _add_group(build, problem, u, state.g, factors[mine], dx, scale.alpha)
+        gradients[mine] = add_group(build, problem, u, state.g, factors[mine], dx, scale.alpha)
         if dx is not None:
             state.g, state.done = dx, group.stop
     if not need_x:
@@ -375,27 +372,7 @@ def _place_of_dx(build: Builder, u: Tensor, made: bool, out: Tensor | None) -> T
 # ---- a multiply as two, whose intermediate is saved ----------------------------------------------
 
 
-class SavedCut(NamedTuple):
-    """The two multiplies.
-
-    Attributes:
-        first: factors of the first one.
-        second: factors of the second one.
-        x: shape of its operand, in canonical form.
-        between: shape of its result.
-        operand: shape of that as the second one's operand.
-        result: shape of the second one's result.
-    """
-
-    first: slice
-    second: slice
-    x: Shape
-    between: Shape
-    operand: Shape
-    result: Shape
-
-
-def cut_of(problem: Canonical, device: torch.device) -> SavedCut | None:
+def cut_of(problem: Canonical, device: torch.device) -> Cut | None:
     """How a multiply is cut if a gradient is wanted; None if it is not, or if cutting would copy x.
 
     The precision of float32 products makes no difference: torch's setting may be another one when the backward pass runs.
@@ -404,38 +381,25 @@ def cut_of(problem: Canonical, device: torch.device) -> SavedCut | None:
         problem: of Triton's backend.
         device: of all tensors.
     """
-    x, factors = problem.x, problem.factors
-    groups, rows, _, columns = x.shape
-    if groups != 1 or len(factors) == 1 or not x.is_contiguous():
-        return None
-    planned = _problem(x, factors, "highest", device)
-    found = find_cut(planned)
-    if found is None:
-        return None
-    front, back = slice(0, found.at), slice(found.at, len(factors))
-    (p1, q1), (p2, q2) = planned.size(0, found.at), planned.size(found.at, len(factors))
-    if found.last_first:
-        inner, outer = (1, rows * p1, p2, columns), (1, rows, p1, q2 * columns)
-        return SavedCut(back, front, inner, (*inner[:2], q2, columns), outer, (*outer[:2], q1, outer[3]))
-    outer, inner = (1, rows, p1, p2 * columns), (1, rows * q1, p2, columns)
-    return SavedCut(front, back, outer, (*outer[:2], q1, outer[3]), inner, (*inner[:2], q2, columns))
+    is_one = problem.x.shape[0] == 1 and len(problem.factors) > 1 and problem.x.is_contiguous()
+    return find_cut(_problem(problem.x, problem.factors, "highest", device)) if is_one else None
 
 
 def add_multiply_saving(
-    build: Builder, problem: Canonical, cut: SavedCut, precision: str, scale: Scale, z: Tensor | None
+    build: Builder, problem: Canonical, cut: Cut, precision: str, scale: Scale, z: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(The result, the intermediate) as parts of a program; arguments are those of `add_multiply`."""
-    factors = problem.factors
-    between = add_multiply(build, build.reshape(problem.x, cut.x), factors[cut.first], precision, Scale())
-    between = build.reshape(between, cut.between)
-    operand, addend = build.reshape(between, cut.operand), None if z is None else build.reshape(z, cut.result)
-    return add_multiply(build, operand, factors[cut.second], precision, scale, addend), between
+    first, second = (problem.factors[span] for span in cut.spans)
+    between = add_multiply(build, build.reshape(problem.x, cut.first.shape), first, precision, Scale())
+    between = build.reshape(between, cut.first.result_shape)
+    operand, addend = build.reshape(between, cut.second.shape), None if z is None else build.reshape(z, cut.second.result_shape)
+    return add_multiply(build, operand, second, precision, scale, addend), between
 
 
 def add_backward_saved(
     build: Builder,
     problem: Canonical,
-    cut: SavedCut,
+    cut: Cut,
     tensors: tuple[Tensor, Tensor],
     needs: Sequence[bool],
     precision: str,
@@ -455,23 +419,14 @@ def add_backward_saved(
         dtype: of the factor gradients.
     """
     dy, between = tensors
-    factors, (need_x, *need_factors) = problem.factors, needs
-    first, second = need_factors[cut.first], need_factors[cut.second]
-    need_between = need_x or any(first)
-    dbetween, dfs = add_backward(
-        build,
-        build.reshape(dy, cut.result),
-        build.reshape(between, cut.operand),
-        factors[cut.second],
-        (need_between, *second),
-        precision,
-        scale,
-        dtype,
-    )
+    factors, (need_x, *need_factors), (first, second) = problem.factors, needs, cut.spans
+    need_between = need_x or any(need_factors[first])
+    operands = build.reshape(dy, cut.second.result_shape), build.reshape(between, cut.second.shape)
+    dbetween, dfs = add_backward(build, *operands, factors[second], (need_between, *need_factors[second]), precision, scale, dtype)
     found: list[Tensor | None] = [None] * len(factors)
-    found[cut.second] = dfs
+    found[second] = dfs
     if dbetween is None:
         return None, found
-    operands = build.reshape(dbetween, cut.between), build.reshape(problem.x, cut.x)
-    dx, found[cut.first] = add_backward(build, *operands, factors[cut.first], (need_x, *first), precision, Scale(), dtype)
+    operands = build.reshape(dbetween, cut.first.result_shape), build.reshape(problem.x, cut.first.shape)
+    dx, found[first] = add_backward(build, *operands, factors[first], (need_x, *need_factors[first]), precision, Scale(), dtype)
     return None if dx is None else build.reshape(dx, problem.x.shape), found

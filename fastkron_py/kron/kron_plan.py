@@ -126,7 +126,7 @@ def kron_plan(
 
     With gradients it is the plan of the backward pass, for x and all factors: the groups of factors whose gradients are computed together,
     in their order. What multiplies between groups is not listed. Costs are those of the gradients and, of a group in one kernel, of the
-    next group's incoming gradient; one model serves the fused kernels of all families.
+    next group's incoming gradient.
 
     Nothing is multiplied, and no GPU is needed, but Triton. Costs are the modelled seconds that the planner compares: of the device, and of
     the host, unless `host_time` says that these do not count. Tuned choices are not looked up.
@@ -201,7 +201,9 @@ def _problem(x: Tensor, factors: Sequence[Tensor], left: bool, device_name: str)
 
 def _plan_of_gradients(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device, device_name: str) -> Plan:
     from fastkron_py.kron.canonical import PLAIN
-    from fastkron_py.kron.gradients import add_backward, cut_of, least, offers
+    from fastkron_py.kron.families import gradient_offers
+    from fastkron_py.kron.gradients import add_backward, cut_of
+    from fastkron_py.kron.plan.gradients import bids
     from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.precision import resolved
 
@@ -209,9 +211,10 @@ def _plan_of_gradients(x: Tensor, factors: Sequence[Tensor], left: bool, device:
     groups, rows, _, columns = problem.x.shape
     result = (groups, rows, math.prod([f.shape[2] for f in problem.factors]), columns)
     cut = cut_of(problem, device)
-    passes: list[tuple[slice, Shape, Tensor]] = [(slice(None), result, problem.x)]
+    passes: Sequence[tuple[slice, Shape, Tensor]] = [(slice(None), result, problem.x)]
     if cut is not None:
-        passes = [(cut.second, cut.result, x.new_empty(cut.operand)), (cut.first, cut.between, x.new_empty(cut.x))]
+        pairs = zip(cut.spans, (cut.first, cut.second), strict=True)
+        passes = [(span, made.result_shape, x.new_empty(made.shape)) for span, made in pairs][::-1]
     found: list[tuple[int, GroupProblem]] = []
     for part, shape, operand in passes:
         build = Builder([x.new_empty(shape), operand, *problem.factors[part]])
@@ -223,11 +226,14 @@ def _plan_of_gradients(x: Tensor, factors: Sequence[Tensor], left: bool, device:
         found += [((part.start or 0) + start, group) for start, group in taken]
     launches = list[PlannedLaunch]()
     for start, group in found:
-        priced = offers(group.swapped() if group.is_transposed else group)
-        family, own = least(priced)
-        steps = tuple([step for step in zip(*group.step_sizes, strict=True)][group.split == 0 :])
-        others = {f.name: bid if isinstance(bid, str) else bid / own for f, bid in priced.items() if f is not family}
-        launches.append(PlannedLaunch(start, start + len(group.factor_shapes), steps, family.name, own, others))
+        asked = group.swapped() if group.is_transposed else group
+        best = bids(asked)[0]
+        own, steps = best.offer.seconds, tuple([step for step in zip(*group.step_sizes, strict=True)][group.split == 0 :])
+        made = {
+            name: bid if isinstance(bid, str) else min([one.seconds for one in bid]) / own for name, bid in gradient_offers(asked).items()
+        }
+        others = {name: bid for name, bid in made.items() if name != best.family}
+        launches.append(PlannedLaunch(start, start + len(group.factor_shapes), steps, best.family, own, others))
     total = sum([launch.share for launch in launches])
     shares = tuple([launch._replace(share=launch.share / total) for launch in launches])
     return Plan(f"backward pass of {text}", shares, False, total)

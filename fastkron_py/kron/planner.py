@@ -35,6 +35,11 @@ TIE: Final = 0.03
 TIE_SECONDS: Final = 1e-6
 
 
+def is_worse(seconds: float, least: float) -> bool:
+    """Whether an offer or a plan is not about as good as one of these seconds."""
+    return seconds > max(least * (1 + TIE), least + TIE_SECONDS)
+
+
 # ---- where modes stand ---------------------------------------------------------------------------------------------------------
 
 
@@ -160,8 +165,7 @@ class _Bids:
     def _best_of(self, found: list[Offer]) -> list[Offer]:
         """The offer of least seconds, of those that are about as good that of the first family; then others that are less for the host."""
         least = min([offer.seconds for offer in found])
-        most = max(least * (1 + TIE), least + TIE_SECONDS)
-        tied = [(family_of(offer.launch).order, offer.seconds, i) for i, offer in enumerate(found) if offer.seconds <= most]
+        tied = [(family_of(offer.launch).order, offer.seconds, i) for i, offer in enumerate(found) if not is_worse(offer.seconds, least)]
         kept = [found[min(tied)[2]]]
         if self.problem.counts_host:
             for offer in sorted(found, key=lambda offer: offer.seconds):

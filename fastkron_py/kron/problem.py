@@ -157,6 +157,12 @@ class Problem(Elements):
         """(P, Q) of the factors that are multiplied."""
         return tuple([(s[-2], s[-1]) for s in self.factor_shapes[self.start : self.stop]])
 
+    @property
+    def result_shape(self) -> tuple[int, int, int, int]:
+        """The result's shape, if all factors are multiplied."""
+        batches, rows, _, columns = self.shape
+        return batches, rows, math.prod([q for _, q in self.shapes]), columns
+
     @cached_property
     def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows of the factors that are multiplied, and their columns."""

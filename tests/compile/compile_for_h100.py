@@ -162,22 +162,23 @@ def unguarded_stores(cubin: bytes) -> int:
 def choose_algorithm(algorithm: str) -> None:
     """Take this algorithm for gradients of wide factors, and, but for torch's product in place, the family that has it for products."""
     from fastkron_py.kron import forward, gradients, planner
-    from fastkron_py.kron.families import fragments_gradients, tile_gradients, wgmma
+    from fastkron_py.kron.families import fragments
+    from fastkron_py.kron.plan.gradients import bids
 
     names = {"wgmma": ("wgmma",), "looped": ("tile", "narrow"), "copying": ("torch_products",)}.get(algorithm, ())
     forward.families_in_force = SimpleNamespace(get=lambda: names)  # type: ignore[assignment]
-    torch_products.multiply_times = lambda mode: {algorithm: TIMES(mode).get(algorithm, 1.0)}  # type: ignore[assignment]
+    is_torchs = algorithm in ("matmul", "copying")
+    torch_products.multiply_times = lambda mode: {algorithm: TIMES(mode).get(algorithm, 1.0)} if is_torchs else TIMES(mode)  # type: ignore[assignment]
     planner.plan.cache_clear()  # it knows the choice of another algorithm
-    family = {"looped": tile_gradients, "wgmma": wgmma}.get(algorithm, torch_products)
-    chosen = gradients.chosen_family
+    prices = f"{'tile_factor' if algorithm == 'looped' else algorithm}_gradients"
 
-    def chosen_family(case: Any) -> Any:
+    def forced(case: Any) -> Any:
         """The register-resident kernel where it is taken, which no algorithm replaces."""
-        found = chosen(case)
-        return found if case.is_fused or found is fragments_gradients else family
+        found = bids(case)
+        is_own = found[0].family == fragments.name
+        return found if is_own else [bid for bid in found if bid.offer.prices == prices] or found
 
-    gradients.chosen_family = chosen_family
-    torch_products.gradient_algorithm = lambda mode: algorithm  # type: ignore[assignment]
+    gradients.bids = forced  # type: ignore[assignment]
 
 
 def take_points(dtype: torch.dtype, shape: tuple[int, ...], dim: int) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from canonical_cases import backward, dense, expected_gradients, multiply, problem, watch_kernels
 
-from fastkron_py.kron.families.narrow import is_narrow, is_narrow_gradient, narrow_config, narrow_gradient_config
+from fastkron_py.kron.families.narrow import gradient_config, is_narrow, is_narrow_gradient, narrow_config
+from fastkron_py.kron.gradient_problem import Group, GroupProblem
+from fastkron_py.kron.problem import contiguous_problem
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import ADA, HOPPER
 from fastkron_py.testing import assert_close
@@ -110,6 +112,8 @@ def test_configurations() -> None:
             assert q <= config.block_q <= 2 * q
             assert config.block_s >= config.num_warps * 32
             if is_narrow_gradient(p, q, 4):
-                gradient = narrow_gradient_config(p, q, 4, num_slices, after, 3, HOPPER)
-                tiles = -(-num_slices // gradient.block_s)
+                rows = -(-num_slices // after)
+                asked = GroupProblem.of(contiguous_problem([(p, q)], rows, after, torch.float32, HOPPER), Group(0, 0, 1), [q])
+                gradient = gradient_config(replace(asked, shape=(3, rows, 1, after)))
+                tiles = -(-rows * after // gradient.block_s)
                 assert 1 <= gradient.programs <= min(tiles, 8 * HOPPER.multiprocessors)

@@ -14,9 +14,9 @@ import torch
 import fastkron_py
 from fastkron_py import kron_matmul, kron_matmul_left, reference
 from fastkron_py.kron import gradients
-from fastkron_py.kron.gradient_problem import GradientProblem
 from fastkron_py.kron.plan import gradients as plan
 from fastkron_py.kron.plan.gradients import Cut, find_cut
+from fastkron_py.kron.problem import Problem, contiguous_problem
 from fastkron_py.runtime.builder import describe
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.gpu import HOPPER
@@ -38,13 +38,14 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The cuts that are made, of tensors of any size."""
     made: list[Cut] = []
 
-    def noted(problem: GradientProblem) -> Cut | None:
-        cut = find_cut(problem)
+    def noted(problem: Problem) -> Cut | None:
+        with monkeypatch.context() as patch:
+            both = plan.both_passes
+            patch.setattr(plan, "both_passes", lambda asked: both(asked) * (10 if asked is problem else 1))
+            cut = find_cut(problem)
         made.extend([] if cut is None else [cut])
         return cut
 
-    monkeypatch.setattr(plan, "LEAST_BYTES", 0)
-    monkeypatch.setattr(plan, "WORTH_SAVING", 10.0)
     monkeypatch.setattr(gradients, "find_cut", noted)
     CACHE.forget()
     with fastkron_py.backend("triton"):
@@ -63,7 +64,7 @@ def problem(shapes: list[tuple[int, int]], left: bool, dtype: torch.dtype, devic
 
 def test_the_setting_of_precision_changes_before_the_backward_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The intermediate is that of one cut, whatever products cost then; of square factors all cuts have intermediates of one size."""
-    monkeypatch.setattr(gradients, "find_cut", lambda problem: Cut(2 if problem.passes == 3 else 1, False))
+    monkeypatch.setattr(gradients, "find_cut", lambda asked: Cut.of(asked, 2 if asked.precision == "highest" else 1, False))
     (x, *factors, _), verb = problem([(6, 6), (5, 5), (4, 4)], False, torch.float32, device)
     y = verb(x, factors)
     before = torch.get_float32_matmul_precision()
@@ -134,28 +135,31 @@ def test_backward_passes_in_a_row_and_of_parts(device: torch.device, cuts: list[
     assert cuts
 
 
-def whole(*shapes: tuple[int, int], rows: int = 64, itemsize: int = 4) -> GradientProblem:
-    return GradientProblem(shapes, rows, 1, itemsize, 1, 3 if itemsize == 4 else 1, HOPPER)
+def whole(*shapes: tuple[int, int], rows: int = 64, dtype: torch.dtype = torch.float32) -> Problem:
+    return contiguous_problem(shapes, rows, 1, dtype, HOPPER)
 
 
-def test_wide_factors_save_an_intermediate_of_the_size_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
-    for itemsize in [2, 4, 8]:
-        monkeypatch.setattr(plan, "WORTH_SAVING", 0.95)
-        assert find_cut(whole((300, 300), (300, 300), itemsize=itemsize)) is not None
-        assert find_cut(whole((300, 300), itemsize=itemsize)) is None
+def where(asked: Problem) -> tuple[int, bool] | None:
+    """(before which factor, whether the last ones are multiplied first) of a cut."""
+    cut = find_cut(asked)
+    return None if cut is None else cut[:2]
 
 
-def test_others_save_small_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "WORTH_SAVING", 0.95)
+def test_wide_factors_save_an_intermediate_of_the_size_of_x() -> None:
+    for dtype in [torch.bfloat16, torch.float32, torch.float64]:
+        assert find_cut(whole((300, 300), (300, 300), dtype=dtype)) is not None
+        assert find_cut(whole((300, 300), dtype=dtype)) is None
+
+
+def test_others_save_small_ones_alone() -> None:
     assert find_cut(whole((64, 64), (64, 64), rows=1024)) is None
     assert find_cut(whole((300, 300), (64, 64), rows=1024)) is None
-    assert find_cut(whole((64, 64), (64, 4), rows=1024)) == Cut(1, True)
+    assert where(whole((64, 64), (64, 4), rows=1024)) == (1, True)
 
 
-def test_the_larger_of_x_and_the_result_bounds_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_larger_of_x_and_the_result_bounds_what_is_saved() -> None:
     """Of 205 x 226 to 262 x 1649 that after the second factor first would be 7 times x, beside 9 of the result."""
-    monkeypatch.setattr(plan, "WORTH_SAVING", 0.95)
-    assert find_cut(whole((205, 262), (226, 1649), rows=1, itemsize=8)) == Cut(1, False)
+    assert where(whole((205, 262), (226, 1649), rows=1, dtype=torch.float64)) == (1, False)
 
 
 def test_a_backward_pass_reads_what_was_saved(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,15 +198,13 @@ def test_a_result_without_elements(device: torch.device, cuts: list[Cut]) -> Non
 # ---- the plan ------------------------------------------------------------------------------------------------------------------
 
 
-def test_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuts() -> None:
     for shapes, rows, cut in [
-        (((4, 12), (512, 2)), 1 << 14, Cut(1, True)),
-        (((512, 2), (4, 12)), 1 << 14, Cut(1, False)),
+        (((4, 12), (512, 2)), 1 << 14, (1, True)),
+        (((512, 2), (4, 12)), 1 << 14, (1, False)),
         (((512, 512), (4, 4)), 1 << 14, None),  # nothing narrows x
         (((512, 200), (4, 4)), 1 << 14, None),  # by less than 4
         (((8, 1), (8, 8)), 1 << 17, None),  # one launch has both gradients
         (((512, 2),), 1 << 14, None),
     ]:
-        monkeypatch.undo()
-        assert find_cut(whole(*shapes, rows=rows)) == cut
-        assert find_cut(whole(*shapes, rows=4)) is None  # small
+        assert where(whole(*shapes, rows=rows)) == cut

@@ -10,9 +10,9 @@ import torch
 from canonical_cases import backward, dense, expected_gradients, force_gradients, force_products, in_double, multiply, problem
 
 from fastkron_py.kron import planner
-from fastkron_py.kron.families import torch_products, wgmma
+from fastkron_py.kron.families import gradient_offers, torch_products, wgmma
 from fastkron_py.kron.families.wgmma import gradient_config, multiply_config, ring_stages
-from fastkron_py.kron.plan.gradients import gradient_times
+from fastkron_py.kron.gradient_problem import Group, GroupProblem
 from fastkron_py.kron.problem import Mode, contiguous_problem
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import HOPPER, nvidia
@@ -62,10 +62,19 @@ def mode(batches: int, runs: int, after: int, p: int, q: int, itemsize: int = 4)
     return Mode(batches, runs, after, p, q, itemsize, 3 if itemsize == 4 else 1, HOPPER)
 
 
+TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+def gradient_times(m: Mode) -> dict[str, float]:
+    """Modelled seconds of each algorithm for a factor's gradient."""
+    group = GroupProblem.of(contiguous_problem([(m.p, m.q)], m.runs, m.after, TYPES[m.itemsize], m.gpu), Group(0, 0, 1, False), (m.q,))
+    bids = [bid for made in gradient_offers(group).values() if not isinstance(made, str) for bid in made]
+    return {bid.prices.removesuffix("_gradients").replace("tile_factor", "looped"): bid.seconds for bid in bids}
+
+
 def best_algorithm(m: Mode) -> str:
     """The family of the closed form's launch for a mode, or torch's algorithm."""
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[m.itemsize]
-    asked = contiguous_problem([(m.p, m.q)], m.runs, m.after, dtype, m.gpu)
+    asked = contiguous_problem([(m.p, m.q)], m.runs, m.after, TYPES[m.itemsize], m.gpu)
     (launch,) = planner.plan(asked).launches
     return torch_products.multiply_algorithm(m) if launch.family == "torch_products" else launch.family
 
@@ -84,7 +93,7 @@ def test_the_fastest_measured_algorithm_of_a_gradient_is_chosen() -> None:
     }
     for (algorithm, itemsize), problems in measured.items():
         for sizes in problems:
-            times = gradient_times(mode(1, *sizes, itemsize=itemsize), itemsize != 8)
+            times = gradient_times(mode(1, *sizes, itemsize=itemsize))
             assert min(times, key=times.__getitem__) == algorithm
 
 
@@ -93,7 +102,7 @@ def test_other_gpus_take_torchs_products_or_plain_triton() -> None:
         for sizes, itemsize in itertools.product([(1024, 256, 256, 256), (9, 1, 700, 5), (50, 3, 5, 700)], (2, 4, 8)):
             m = mode(1, *sizes, itemsize=itemsize)._replace(gpu=nvidia(*capability))
             assert best_algorithm(m) in ("tile", "narrow", "matmul", "copying")
-            assert {*gradient_times(m, False)} <= {*ALGORITHMS}
+            assert {*gradient_times(m)} <= {*ALGORITHMS}
 
 
 def test_batches_with_a_tail_are_no_product_of_torch() -> None:
@@ -105,7 +114,7 @@ def test_tiles_cover_the_product() -> None:
     for itemsize in [2, 4]:
         for runs, after, p, q in itertools.product((1, 40, 5000), (1, 7, 256), (5, 130, 2048), (3, 65, 3000)):
             m = mode(1, runs, after, p, q, itemsize)
-            for config, depth in ((multiply_config(m), p), (gradient_config(m)[1], runs * after)):
+            for config, depth in ((multiply_config(m), p), (gradient_config(m), runs * after)):
                 steps = -(-depth // 32)
                 assert (config.splits - 1) * config.steps < steps <= config.splits * config.steps
                 halves = 2 if itemsize == 4 else 1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastkron_py.kron.canonical import Scale
-    from fastkron_py.kron.gradient_problem import GradientLaunch, GroupProblem
+    from fastkron_py.kron.gradient_problem import GradientOffer, GroupProblem
     from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.gpu import GPU
     from fastkron_py.runtime.launch import LaunchConfig
@@ -93,19 +93,21 @@ class GradientFamily(Protocol):
     @property
     def gradient_order(self) -> int: ...  # noqa: D102
 
-    def gradient_seconds(self, problem: GroupProblem) -> float | str:
-        """Return the modelled seconds of a group's gradients and, of a fused group, its dx; or what is in the way."""
-
-    def gradient_launch(self, problem: GroupProblem) -> GradientLaunch:
-        """Return how a group is launched that the family takes."""
+    def gradient_offers(self, problem: GroupProblem) -> list[GradientOffer] | str:
+        """Return launches of a group's gradients and, of a fused group, its dx, each with its modelled seconds; or what is in the way."""
 
 
 @lru_cache(maxsize=1)
 def gradient_families() -> tuple[GradientFamily, ...]:
-    """Return the families with gradients, in their order; of equal seconds, those of the earlier one are taken."""
+    """Return the families with gradients, in their order; of offers of about equal seconds, that of the earlier one is taken."""
     apart: list[Any] = [import_module(f"{__name__}.{module}") for module in _names if module.endswith(_GRADIENTS)]
-    found = [family for family in (*_found, *apart) if hasattr(family, "gradient_seconds")]
+    found = [family for family in (*_found, *apart) if hasattr(family, "gradient_offers")]
     return tuple(sorted(found, key=lambda family: family.gradient_order))
+
+
+def gradient_offers(problem: GroupProblem) -> dict[str, list[GradientOffer] | str]:
+    """Return the offers of all families for a group, by name, or what is in their way."""
+    return {family.name: family.gradient_offers(problem) for family in gradient_families()}
 
 
 def family_of(launch: Launch) -> Family:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, Order, TileLayout, bits_of, digits_of, order_of, without
 from fastkron_py.kron.families import fragments
 from fastkron_py.kron.families.tile_gradients import fused_launch
-from fastkron_py.kron.gradient_problem import GradientLaunch, GroupProblem
-from fastkron_py.runtime.errors import value_error
+from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
+from fastkron_py.kron.plan.steps import run_of
+from fastkron_py.kron.problem import ceil
 from fastkron_py.runtime.gpu import SECTOR_BYTES
 
 if TYPE_CHECKING:
@@ -518,21 +520,34 @@ def _taken(problem: GroupProblem) -> tuple[GroupProblem, GradientConfig] | str:
     return problem, config
 
 
-def gradient_seconds(problem: GroupProblem) -> float | str:
+def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     """A group of one step, or of two, whose widths are powers of two."""
     taken = _taken(problem)
     if isinstance(taken, str):
         return taken
-    return problem.fused_seconds if problem.is_fused else problem.mode.traffic() + 2 * problem.mode.wait
+    prices = "fragments_pair_gradients" if problem.split else "fragments_gradients" if problem.is_fused else "fragments_factor_gradients"
+    return [GradientOffer(prices, gradient_quantities(*taken), problem, partial(gradient_launch, problem, *taken))]
 
 
-def gradient_launch(problem: GroupProblem) -> GradientLaunch:
+def gradient_quantities(problem: GroupProblem, config: GradientConfig) -> dict[str, float]:
+    """Those of a group as a kernel takes it."""
+    mode, (ps, qs) = problem.mode, problem.step_sizes
+    turns = ceil(problem.num_slices, config.block_s * config.programs)
+    slices = turns * max(1.0, mode.batches * config.programs / mode.at_once) * config.block_s
+    if problem.split:
+        (pa, pb), (qa, qb) = ps, qs
+        products = 3 * pa * pb * qb + 3 * pa * qa * qb
+    else:
+        products = ps[1] * qs[1] * config.neighbours * (config.summed + problem.need_x)
+    return problem.moves(config.block_s, run_of(1, mode.after, config.block_s), config.programs * config.summed) | {
+        "operations": mode.operating(2 * slices * products),
+        "tiles": mode.moving(slices * ((1 + problem.need_x) * mode.p + mode.q)),
+    }
+
+
+def gradient_launch(problem: GroupProblem, taken: GroupProblem, config: GradientConfig) -> GradientLaunch:
     """The gradients of a group; of a fused one, tile's kernel takes the place of this where shared memory is too small."""
-    taken = _taken(problem)
-    if isinstance(taken, str):
-        raise value_error("problem", "a group that fragments takes", taken)
-    given, config = taken
-    own, sums = (_pair_launch if given.split else _step_launch)(given, config), config.programs * config.summed
+    own, sums = (_pair_launch if problem.split else _step_launch)(taken, config), config.programs * config.summed
     if not problem.is_fused:
         return GradientLaunch((own,), sums, lambda u, g, factors, _, sums: (u, g, factors, u, (sums[1], sums[1])))
     spare = fused_launch(problem, sums)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from fastkron_py.kron.plan.steps import Launch, Step, tile_constants
@@ -12,7 +13,7 @@ from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU, next_power_of_two
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.gradient_problem import GradientLaunch, GroupProblem
+    from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
     from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "narrow"
@@ -94,20 +95,18 @@ def is_narrow_gradient(p: int, q: int, itemsize: int) -> bool:
     return max(p, q) <= GRADIENT_WIDTH and next_power_of_two(p) * next_power_of_two(q) <= GRADIENT_ELEMENTS[itemsize]
 
 
-def narrow_gradient_config(p: int, q: int, itemsize: int, num_slices: int, after: int, groups: int, gpu: GPU) -> NarrowGradientConfig:
+def gradient_config(problem: GroupProblem) -> NarrowGradientConfig:
     """Tiles of the gradients of a mode and of its narrow factor.
 
     Programs depend on the problem and the device alone, so results repeat bit for bit.
-
-    Args:
-        p: rows of the (multiplied-out) factor.
-        q: its columns.
-        itemsize: bytes of an element.
-        num_slices: slices of each batch of factors.
-        after: neighbouring slices that are a run of memory.
-        groups: number of batches of factors.
-        gpu: where it runs.
     """
+    (p, q), (groups, _, _, after), num_slices, itemsize, gpu = (
+        problem.sizes,
+        problem.shape,
+        problem.num_slices,
+        problem.itemsize,
+        problem.gpu,
+    )
     sums = next_power_of_two(p) * next_power_of_two(q)
     most = min(MOST_SLICES, _spread(num_slices * groups, gpu.multiprocessors))
     block_s, run = _vectors(after, itemsize, sums, most)
@@ -177,12 +176,25 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     return (LaunchConfig(_narrow_multiply_fwd_kernel, (programs,), arguments),)
 
 
-def gradient_seconds(problem: GroupProblem) -> float | str:
+def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     """A fused group of one step."""
+    from fastkron_py.kron.gradient_problem import GradientOffer
+
     is_real_step = problem.is_fused and problem.split == 0 and not problem.dtype.is_complex
-    if not is_real_step or not is_narrow_gradient(*problem.sizes, problem.dtype.itemsize):
+    if not is_real_step or not is_narrow_gradient(*problem.sizes, problem.itemsize):
         return f"takes one step of real numbers, of up to {GRADIENT_WIDTH} rows and columns"
-    return problem.fused_seconds
+    return [GradientOffer("narrow_gradients", gradient_quantities(problem), problem, partial(gradient_launch, problem))]
+
+
+def gradient_quantities(problem: GroupProblem) -> dict[str, float]:
+    """Those of a step's gradients, whose programs move whole tiles and have the products' sums in registers."""
+    config, mode = gradient_config(problem), problem.mode
+    _, rounds = mode.rounds(mode.batches * ceil(problem.num_slices, config.block_s), PROGRAMS_PER_SM)
+    held = rounds * config.block_s
+    return problem.moves(config.block_s, config.run, config.programs) | {
+        "tiles": mode.moving(held * (2 * mode.p + mode.q)),
+        "products": mode.moving(held * next_power_of_two(mode.p) * next_power_of_two(mode.q)),
+    }
 
 
 def gradient_launch(problem: GroupProblem) -> GradientLaunch:
@@ -192,8 +204,7 @@ def gradient_launch(problem: GroupProblem) -> GradientLaunch:
     from fastkron_py.runtime.launch import LaunchConfig
     from fastkron_py.tiling.products import arithmetic
 
-    (groups, _, _, after), (p, q) = problem.shape, problem.sizes
-    config = narrow_gradient_config(p, q, problem.dtype.itemsize, problem.num_slices, after, groups, problem.gpu)
+    config, groups, (p, q) = gradient_config(problem), problem.shape[0], problem.sizes
     arguments = problem.common | problem.tiles(config.block_s)
     arguments |= {
         "ACC": arithmetic(problem.dtype, problem.precision, True).acc,

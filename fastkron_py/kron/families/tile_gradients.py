@@ -11,11 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.kron.families import tile
-from fastkron_py.kron.gradient_problem import GradientLaunch, GradientProblem, Group, GroupProblem
+from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
 from fastkron_py.kron.plan.steps import DOT_SIDE, padded, run_of
-from fastkron_py.kron.problem import Mode, filled
-from fastkron_py.kron.rates import figure
-from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
+from fastkron_py.kron.problem import MICROSECOND, ceil
+from fastkron_py.runtime.gpu import SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
@@ -34,7 +33,7 @@ LARGEST_TILE: Final = 4096
 # A [P, Q] sum of at most this many numbers is kept once for each warp, which then multiplies slices of its own.
 SUM_NUMBERS: Final = 1024
 PROGRAMS_PER_SM: Final = {2: 4, 4: 2, 8: 2}  # by bytes of a number
-RATES: Final = "tile_gradients"  # section of `kron.rates`
+SPLITS_PER_SM: Final = 4  # of a factor's gradient, whose tiles are small
 
 
 @dataclass(frozen=True)
@@ -64,36 +63,29 @@ class FactorConfig:
 # ---- groups --------------------------------------------------------------------------------------
 
 
-def _pads(problem: GradientProblem, start: int, stop: int) -> tuple[int, int]:
-    """Padded (P, Q) of neighbours multiplied out, in elements; (1, 1) of none."""
-    if start == stop:
-        return 1, 1
-    p, q = problem.size(start, stop)
-    return padded(p, problem.parts), padded(q, problem.parts)
-
-
-def tile_width(group: Group, problem: GradientProblem) -> int:
+def tile_width(problem: GroupProblem) -> int:
     """Padded real numbers of a slice, of u, g or the intermediate, whichever is most."""
-    (pa, qa), (pb, qb) = _pads(problem, group.start, group.split), _pads(problem, group.split, group.stop)
+    (pa, qa), (pb, qb) = problem.pads
     return problem.parts * max(pa, qa) * max(pb, qb)
 
 
-def _sector(problem: GradientProblem) -> int:
+def _sector(problem: GroupProblem) -> int:
     """Elements of a sector of memory."""
-    return SECTOR_BYTES // problem.element
+    return SECTOR_BYTES // problem.dtype.itemsize
 
 
-def is_fused(group: Group, problem: GradientProblem) -> bool:
+def fits(problem: GroupProblem) -> bool:
     """Whether one kernel can do a group: the single statement of the groups that may be fused in the backward pass."""
-    chain = group.split > group.start
+    chain = problem.split > 0
     widest = CHAIN_WIDTH if chain else STEP_WIDTH
     if problem.itemsize == 8 and not problem.gpu.has_float64_cores:
         widest = 0 if chain else DOT_SIDE
-    if any(stop - start > MOST_FACTORS or problem.parts * max(_pads(problem, start, stop)) > widest for start, stop in group.steps):
+    if any(stop - start > MOST_FACTORS for start, stop in problem.steps):
         return False
-    is_last = group.stop == len(problem.shapes) and problem.columns == 1  # so that a slice is one run of memory
-    run = 1 if is_last else _sector(problem)
-    return not chain or tile_width(group, problem) * run <= LARGEST_TILE // max(1, problem.itemsize // 4)
+    if any(problem.parts * max(pads) > widest for pads in problem.pads):
+        return False
+    run = 1 if problem.shape[3] == 1 else _sector(problem)  # without anything after it a slice is one run of memory
+    return not chain or tile_width(problem) * run <= LARGEST_TILE // max(1, problem.itemsize // 4)
 
 
 def _whole_run(after: int) -> int:
@@ -101,38 +93,14 @@ def _whole_run(after: int) -> int:
     return after & -after
 
 
-def fused_seconds(group: Group, problem: GradientProblem, mode: Mode) -> float:
-    """Seconds of any family's fused kernel, of a group as one mode: its traffic, and work on chip that hides badly.
-
-    Args:
-        group: its factors.
-        problem: the backward pass.
-        mode: the group's, where it stands.
-    """
-    of, sector = partial(figure, RATES, problem.gpu), _sector(problem)
-    run, held = _whole_run(mode.after), mode.slices * tile_width(group, problem) / problem.parts
-    is_whole = mode.after == 1 or run >= 4 * sector
-    scattered = 1.0 if is_whole else of("scattered", "sectors" if run >= sector else "less")
-    p, q = problem.size(group.start, group.stop)
-    moved = scattered * mode.slices * (2 * p + q) + of("on_chip", "chain" if group.split > group.start else "step") * held
-    return of("fused") * moved * problem.element / problem.gpu.bandwidth
-
-
-def fused_configs(problem: GradientProblem, split: int, groups: int) -> tuple[FusedConfig, ...]:
-    """Tiles of a fused kernel, the preferred one first, then those for devices with less shared memory.
-
-    Args:
-        problem: of the group's factors alone; `is_fused` holds.
-        split: factors of step A.
-        groups: number of batches of factors, whose rows are not among the problem's.
-    """
-    group = Group(0, split, len(problem.shapes))
-    chain, num_slices, after, gpu = split > 0, problem.rows * problem.columns, problem.columns, problem.gpu
-    a, b = _pads(problem, 0, split), _pads(problem, split, group.stop)
+def fused_configs(problem: GroupProblem) -> tuple[FusedConfig, ...]:
+    """Tiles of a fused kernel, the preferred one first, then those for devices with less shared memory."""
+    chain, num_slices, after, gpu, groups = problem.split > 0, problem.num_slices, problem.shape[3], problem.gpu, problem.shape[0]
+    a, b = problem.pads
     # A product along one mode has a row for each slice and each index of the other mode.
     rows_a, rows_b = min(b), min(a)
     least = DOT_SIDE // min(rows_b, rows_a if chain else rows_b, DOT_SIDE)
-    tile, width = TILE // max(1, problem.itemsize // 4), tile_width(group, problem)
+    tile, width = TILE // max(1, problem.itemsize // 4), tile_width(problem)
     block_s = max(least, min(tile // width, next_power_of_two(num_slices)))
     sector, run = _sector(problem), _whole_run(after)
     if after > 1 and run >= sector:
@@ -155,17 +123,15 @@ def fused_configs(problem: GradientProblem, split: int, groups: int) -> tuple[Fu
     return (config(block_s, warps, 2), config(block_s, warps, 1), config(max(least, block_s // 2), 4, 1), config(least, 4, 1))
 
 
-def factor_config(p: int, q: int, itemsize: int, num_slices: int, groups: int, gpu: GPU) -> FactorConfig:
-    """Tiles and splits of a factor's gradient.
-
-    Args:
-        p: rows of the factor, in real numbers.
-        q: its columns.
-        itemsize: bytes of a real number.
-        num_slices: slices that are summed.
-        groups: number of batches of factors.
-        gpu: where it runs.
-    """
+def factor_config(problem: GroupProblem) -> FactorConfig:
+    """Tiles and splits of a factor's gradient."""
+    (p, q), itemsize, num_slices, groups, gpu = (
+        (problem.mode.p, problem.mode.q),
+        problem.itemsize,
+        problem.num_slices,
+        problem.shape[0],
+        problem.gpu,
+    )
     large = itemsize < 8
     block_p, block_q = _factor_block(p, large), _factor_block(q, large)
     wide = block_p * block_q > STEP_WIDTH * STEP_WIDTH
@@ -175,7 +141,7 @@ def factor_config(p: int, q: int, itemsize: int, num_slices: int, groups: int, g
     block_s = max(DOT_SIDE, min(deepest, next_power_of_two(num_slices)))
     tiles = math.ceil(p / block_p) * math.ceil(q / block_q) * groups
     blocks = math.ceil(num_slices / block_s)
-    splits = max(1, min(math.ceil(gpu.multiprocessors * (1 if wide else 4) / tiles), blocks))
+    splits = max(1, min(math.ceil(gpu.multiprocessors * (1 if wide else SPLITS_PER_SM) / tiles), blocks))
     per_split = math.ceil(blocks / splits) * block_s
     splits = math.ceil(num_slices / per_split)
     return FactorConfig(block_s, block_p, block_q, splits, per_split, 8 if wide else 4, 2 if wide else 3)
@@ -186,33 +152,60 @@ def _factor_block(size: int, large: bool) -> int:
     return 2 * STEP_WIDTH if large and math.ceil(size / STEP_WIDTH) % 2 == 0 else min(padded(size), STEP_WIDTH)
 
 
-def looped_seconds(mode: Mode) -> float:
-    """Seconds of a factor's gradient; the mode is the multiply that is differentiated."""
-    of, gpu = partial(figure, RATES, mode.gpu), mode.gpu
-    is_uneven = mode.p % 64 or mode.q % 64
-    even = of("looped", mode.itemsize)
-    share = of("slices", mode.itemsize) if mode.is_scattered else of("uneven", mode.itemsize) if is_uneven else even
-    blocks = [filled(size, min(64, padded(size))) for size in (mode.p, mode.q)]
-    looped = mode.operations / (math.prod(blocks) * gpu.rate(mode.itemsize) / mode.passes * share)
-    return max(looped, mode.traffic(of("traffic"))) + of("start") + 2 * mode.wait
+# ---- offers --------------------------------------------------------------------------------------
+
+
+def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
+    """One factor of any width, or a fused group."""
+    if not problem.is_fused:
+        config = factor_config(problem)
+        launch = partial(_factor_launch, problem, config)
+        return [GradientOffer("tile_factor_gradients", factor_quantities(problem, config), problem, launch)]
+    if not fits(problem):
+        return f"takes steps of up to {STEP_WIDTH} padded rows and columns, or two of {CHAIN_WIDTH}, whose tile fits on chip"
+    prices = "tile_chain_gradients" if problem.split else "tile_gradients"
+    return [GradientOffer(prices, fused_quantities(problem), problem, partial(fused_launch, problem))]
+
+
+def fused_quantities(problem: GroupProblem) -> dict[str, float]:
+    """Those of a fused group, whose tiles are held in registers and once in shared memory."""
+    (config, *_), mode, parts = fused_configs(problem), problem.mode, problem.parts
+    (pa, qa), (pb, qb) = problem.pads
+    _, rounds = mode.rounds(mode.batches * ceil(problem.num_slices, config.block_s), PROGRAMS_PER_SM[problem.itemsize])
+    moves = problem.moves(config.block_s, run_of(1, mode.after, config.block_s), config.programs)
+    # Of one step its gradient and dx; of a chain also both intermediates, of which that of u is made of B, that of g of A.
+    products = 3 * pa * pb * qb + 2 * pa * qa * qb if problem.split else 2 * pb * qb
+    held = mode.moving(rounds * config.block_s * tile_width(problem))
+    return moves | {
+        "operations": mode.operating(2 * rounds * config.block_s * products * parts**2),
+        "held": held,
+        "held_wide": held if config.num_warps > 4 else 0.0,
+    }
+
+
+def factor_quantities(problem: GroupProblem, config: FactorConfig) -> dict[str, float]:
+    """Those of a factor's gradient, whose programs loop over blocks of slices."""
+    mode = problem.mode
+    tiles = mode.batches * ceil(mode.p, config.block_p) * ceil(mode.q, config.block_q) * config.splits
+    turns, rounds = mode.rounds(tiles, 1 if config.num_warps > 4 else SPLITS_PER_SM)
+    moved = mode.moving(rounds * config.slices_per_split * (config.block_p + config.block_q))
+    products = mode.operating(2 * rounds * config.slices_per_split * config.block_p * config.block_q)
+    is_uneven = bool(mode.p % config.block_p or mode.q % config.block_q)
+    return problem.moves(config.block_s, run_of(1, mode.after, config.block_s), config.splits) | {
+        "operations": products,
+        "scattered_operations": products if mode.is_scattered else 0.0,
+        "uneven_operations": products if is_uneven else 0.0,
+        "tiles": moved,
+        "steps": turns * ceil(config.slices_per_split, config.block_s) * MICROSECOND,
+    }
 
 
 # ---- launches ------------------------------------------------------------------------------------
 
 
-def gradient_seconds(problem: GroupProblem) -> float | str:
-    """Any group."""
-    return problem.fused_seconds if problem.is_fused else looped_seconds(problem.mode)
-
-
-def gradient_launch(problem: GroupProblem) -> GradientLaunch:
-    """A fused group in one launch, or the gradient of one factor."""
-    return fused_launch(problem) if problem.is_fused else _factor_launch(problem)
-
-
 def fused_launch(problem: GroupProblem, sums: int | None = None) -> GradientLaunch:
     """A fused group in one launch, which leaves this number of partial sums: one a program."""
-    configs = fused_configs(problem.alone, problem.split, problem.shape[0])
+    configs = fused_configs(problem)
     sums = configs[0].programs if sums is None else sums
     arguments = _fused_arguments(problem) | {"programs": sums}
     return GradientLaunch(tuple([_fused_config(problem, c, arguments) for c in configs]), sums)
@@ -232,7 +225,7 @@ def _fused_arguments(problem: GroupProblem) -> dict[str, Any]:
     from fastkron_py.tiling.products import arithmetic
 
     p_sizes, q_sizes = problem.step_sizes
-    pads = list(zip(*[_pads(problem.alone, *step) for step in problem.steps], strict=True))
+    pads = list(zip(*problem.pads, strict=True))
     # Nothing between two steps may overflow, as in the multiply.
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, problem.split == 0 and len(problem.factor_shapes) == 1)
     return problem.common | {
@@ -252,14 +245,13 @@ def _fused_arguments(problem: GroupProblem) -> dict[str, Any]:
     }
 
 
-def _factor_launch(problem: GroupProblem) -> GradientLaunch:
+def _factor_launch(problem: GroupProblem, config: FactorConfig) -> GradientLaunch:
     """The gradient of one factor, over splits of the slices."""
     from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
     from fastkron_py.runtime.launch import LaunchConfig
     from fastkron_py.tiling.products import arithmetic
 
     (groups, _, before, after), (p, q), parts = problem.shape, problem.sizes, problem.parts
-    config = factor_config(parts * p, parts * q, problem.itemsize, problem.num_slices, groups, problem.gpu)
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, True)
     arguments = problem.addresses | {
         "P": p,

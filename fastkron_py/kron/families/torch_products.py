@@ -1,7 +1,4 @@
-"""Times of torch's matrix products on a GPU: of one mode, or of its factor's gradient, in place or by way of copies. Closed-form.
-
-Measured on an H200, for modes of 1 to 3,000 rows and columns.
-"""
+"""Torch's matrix products on a GPU: of one mode, or of its factor's gradient, in place or by way of copies. Closed-form."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastkron_py.kron.canonical import Scale
-    from fastkron_py.kron.gradient_problem import GradientLaunch, GroupProblem
+    from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
     from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.launch import LaunchConfig
 
@@ -28,10 +25,10 @@ gradient_order: Final = 40
 moves_to_front: Final = False
 
 _TILE: Final = {2: 128, 4: 64, 8: 32}  # rows and columns of tiles of torch's products, by bytes of an element
-_MANY_TERMS: Final = 256
 _SMALL: Final = 64  # widths that copies pad by less,
 _HALF_UNITS: Final = (8, 16)  # to multiples of the first number in half types, and of the second one beyond,
 _BYTES: Final = 16  # that wider rows of other types are multiples of
+_ALIGNED: Final = 8  # elements of half types that rows are multiples of where torch's products are fast
 _SHORT: Final = 8  # rows of the last mode that torch multiplies slowly
 _FEW: Final = 16
 _TERM: Final = 1e-8  # seconds
@@ -40,74 +37,25 @@ _SPLITS: Final = 8
 _GEMM_TILE: Final = 128  # rows and columns of tiles of linear layers' main loop
 
 
-def _of(mode: Mode, key: str, *keys: object) -> float:
-    """A figure of a mode's GPU."""
-    return figure(name, mode.gpu, key, *keys)
-
-
 def _rate(mode: Mode) -> float:
     """Operations a second of a GPU, by the units that torch's products use."""
     return mode.gpu.float32_rate if mode.itemsize == WORD and mode.passes == 3 else mode.gpu.rate(mode.itemsize)
 
 
-def _matmul_rate(mode: Mode) -> float:
-    """Operations a second that torch's products reach."""
-    return _of(mode, "share") * _rate(mode)
-
-
-def _slowdown_of(mode: Mode, widths: tuple[int, int]) -> float:
-    """Times that torch's products take by the alignment of rows of these widths, on which those of half types depend most."""
-    if mode.itemsize > 2 or all(width % 8 == 0 for width in widths):
-        return 1.0
-    return _of(mode, "odd" if any(width % 2 for width in widths) else "unaligned")
-
-
-def _slowdown(mode: Mode) -> float:
-    """The same of a multiply."""
-    # A factor is copied to rows that are aligned, over P or Q.
-    return _slowdown_of(mode, (mode.p, mode.q) if mode.after == 1 else (mode.after, mode.p if mode.p % 8 == 0 else mode.q))
-
-
-def _gradient_slowdown(mode: Mode) -> float:
-    """The same of a gradient, whose sum runs along both operands' rows where something comes after the mode."""
-    if mode.after == 1:
-        return _slowdown(mode)
-    return _slowdown_of(mode, (mode.after, mode.q))
-
-
-def _batch_seconds(mode: Mode, count: int, height: int, width: int, terms: int, least: float) -> float:
-    """Seconds of a batch of torch's products: of matrices [height, terms] and [terms, width].
-
-    least: rounds of tiles on all multiprocessors that it takes at least.
-    """
-    if count == 1:
-        return 0.0  # one product, whose sum torch splits
-    tiles = count * ceil(height, 128) * ceil(width, 128)
-    # Two tiles share a multiprocessor, which gains nothing where rows do not begin on 16 bytes.
-    is_aligned = _slowdown(mode) == 1
-    shared, term = (2, _of(mode, "batch_term", mode.itemsize)) if is_aligned else (1, _of(mode, "batch_term_unaligned"))
-    return max(least, tiles / (shared * mode.gpu.multiprocessors)) * (_of(mode, "batch", mode.itemsize) + terms * term)
-
-
-def _placed(mode: Mode, terms: int) -> float:
-    """Seconds that a gradient's products take more in place, for sums of this number of terms."""
-    return _of(mode, "placed") + _of(mode, "placed_terms") * min(1.0, terms / _MANY_TERMS) if mode.after > 1 else 0.0
-
-
-def _tiled(mode: Mode, count: int, height: int) -> float:
-    """Seconds of the operations of a number of products ``[height, P] @ [P, Q]``, of which each takes whole tiles.
+def _tiled(mode: Mode, count: int, height: int, width: int, depth: int) -> float:
+    """Seconds of the operations of a number of products ``[height, depth] @ [depth, width]``, of which each takes whole tiles.
 
     All tiles take whole rounds of the multiprocessors. Of few tiles of one product, sums are split.
     """
     side = _TILE[mode.itemsize]
-    tiles = count * ceil(height, side) * ceil(mode.q, side)
+    tiles = count * ceil(height, side) * ceil(width, side)
     rounds = ceil(tiles, mode.at_once) * (1.0 if count > 1 else min(1.0, _SPLITS * tiles / mode.at_once))
-    return 2 * rounds * mode.at_once * side**2 * mode.p / _rate(mode)
+    return 2 * rounds * mode.at_once * side**2 * depth / _rate(mode)
 
 
-def _terms(mode: Mode) -> float:
+def _terms(terms: int) -> float:
     """The time that a product's sums take, however few tiles it has."""
-    return _TERM * min(mode.p, _MOST_TERMS)
+    return _TERM * min(terms, _MOST_TERMS)
 
 
 def matmul_quantities(mode: Mode) -> dict[str, float]:
@@ -116,7 +64,7 @@ def matmul_quantities(mode: Mode) -> dict[str, float]:
     unit, is_many = _BYTES // mode.itemsize, count > 1
     is_aligned = (mode.p % unit == mode.q % unit == 0) if mode.after == 1 else mode.after % unit == 0
     is_odd = mode.itemsize == 2 and bool((mode.p % 2 or mode.q % 2) if mode.after == 1 else mode.after % 2)
-    moved, tiles, terms = mode.traffic(), _tiled(mode, count, height), 0.0 if is_many else _terms(mode)
+    moved, tiles, terms = mode.traffic(), _tiled(mode, count, height, mode.q, mode.p), 0.0 if is_many else _terms(mode.p)
     rounds = ceil(count * ceil(height, _TILE[WORD]) * ceil(mode.q, _TILE[WORD]), mode.at_once) * MICROSECOND if is_many else 0.0
     return {
         "start": MICROSECOND,
@@ -136,7 +84,7 @@ def matmul_quantities(mode: Mode) -> dict[str, float]:
 
 def takes_copies(mode: Mode) -> bool:
     """Whether copies may be worth their time: one product of all slices for many, or rows that begin on 16 bytes."""
-    return mode.after > 1 or _slowdown(mode) > 1
+    return mode.after > 1 or (mode.itemsize == 2 and (mode.p % _ALIGNED != 0 or mode.q % _ALIGNED != 0))
 
 
 def copied_width(width: int, itemsize: int) -> int:
@@ -165,35 +113,47 @@ def copying_quantities(mode: Mode) -> dict[str, float]:
         "few_after": elements if 1 < mode.after < _FEW else 0.0,
         "short_rows": mode.batches * mode.slices * WORD * _FEW / mode.gpu.bandwidth,
         "operations": aligned.operations / _rate(mode),
-        "tiles": _tiled(aligned, aligned.batches, aligned.slices),
-        "terms": _terms(aligned),
+        "tiles": _tiled(aligned, aligned.batches, aligned.slices, aligned.q, aligned.p),
+        "terms": _terms(aligned.p),
     }
 
 
-def gradient_product_seconds(mode: Mode) -> float:
-    """Seconds of torch's products for a factor's gradient: one of all slices, or one for each run and their sum."""
-    gpu = mode.gpu
-    work = mode.operations / _matmul_rate(mode) * _gradient_slowdown(mode) / filled(mode.p, 32) / filled(mode.q, 32)
-    if mode.after == 1 or mode.runs == 1:
-        has_few_tiles = ceil(mode.p, 64) * ceil(mode.q, 64) < gpu.multiprocessors
-        least = mode.slices * _of(mode, "gradient_term") if mode.itemsize == 8 and has_few_tiles else 0.0
-        return max(work, mode.traffic(), least) + _placed(mode, mode.after) + 2 * mode.wait
-    sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth
-    least = _batch_seconds(mode, mode.batches * mode.runs, mode.p, mode.q, mode.after, 1.0)
-    return max(work / filled(mode.after, 16), least, mode.traffic()) + sums + _placed(mode, mode.after) + 3 * mode.wait
+def matmul_gradient_quantities(mode: Mode) -> dict[str, float]:
+    """Those of a factor's gradient in place: one product of all slices, or one for each run, and their sum.
+
+    The least that it takes is also what its operations take at the full rate.
+    """
+    count, depth = (mode.batches, mode.slices) if mode.after == 1 or mode.runs == 1 else (mode.batches * mode.runs, mode.after)
+    unit, is_many, is_summed = _BYTES // mode.itemsize, count > 1, count > mode.batches
+    is_aligned = (mode.p % unit == mode.q % unit == 0) if mode.after == 1 else mode.after % unit == 0
+    tiles, terms, moved = _tiled(mode, count, mode.p, mode.q, depth), 0.0 if is_many else _terms(depth), mode.traffic()
+    return {
+        "start": MICROSECOND,
+        "bytes": moved,
+        "streamed": max(mode.streamed, mode.operations / _rate(mode)),
+        "in_place": moved if mode.after > 1 else 0.0,
+        "unaligned_bytes": 0.0 if is_aligned else moved,
+        "short_rows": moved * WORD / mode.itemsize if mode.after == 1 and min(mode.p, mode.q) <= _SHORT else 0.0,
+        "operations": mode.operations / _rate(mode),
+        "tiles": tiles,
+        "unaligned_tiles": 0.0 if is_aligned else tiles,
+        "terms": terms,
+        "depth": _TERM * depth,
+        "sums": mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / mode.gpu.bandwidth if is_summed else 0.0,
+        "summed": MICROSECOND if is_summed else 0.0,
+        "rounds": ceil(count * ceil(mode.p, _TILE[WORD]) * ceil(mode.q, _TILE[WORD]), mode.at_once) * MICROSECOND if is_many else 0.0,
+    }
 
 
-def gradient_copying_seconds(mode: Mode) -> float:
-    """Seconds of copies of both operands with the mode last, and of one product."""
-    aligned = _aligned(mode)
-    product = _of(mode, "gradient_product") * aligned.operations / _matmul_rate(mode) / filled(aligned.p, 32) / filled(aligned.q, 32)
-    return max(product, mode.traffic()) + max(mode.traffic(_of(mode, "gradient_copies")), 2 * mode.wait) + 2 * mode.wait
-
-
-def gradient_product_times(mode: Mode) -> dict[str, float]:
-    """Seconds of a factor's gradient by products in place, "matmul", and of copies where these may be worth their time, "copying"."""
-    times = {"matmul": gradient_product_seconds(mode)}
-    return times | {"copying": gradient_copying_seconds(mode)} if takes_copies(mode) else times
+def copying_gradient_quantities(mode: Mode) -> dict[str, float]:
+    """Those of copies of both operands with the mode last, and of one product."""
+    copies, aligned = copying_quantities(mode), _aligned(mode)
+    return copies | {
+        "streamed": max(mode.streamed, aligned.operations / _rate(mode)),
+        "tiles": _tiled(aligned, aligned.batches, aligned.p, aligned.q, aligned.slices),
+        "terms": _terms(aligned.slices),
+        "depth": _TERM * aligned.slices,
+    }
 
 
 def takes_gemm(mode: Mode) -> bool:
@@ -206,8 +166,8 @@ def gemm_seconds(mode: Mode) -> float:
     """Seconds of the main loop of linear layers, which adds z as it stores the result."""
     tiles = ceil(mode.slices, _GEMM_TILE) * ceil(mode.q, _GEMM_TILE)
     waves = ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles
-    work = waves * mode.operations / filled(mode.q, _GEMM_TILE) / (_of(mode, "gemm") * mode.gpu.rate(mode.itemsize))
-    return max(work, mode.traffic(_of(mode, "gemm_traffic")) + mode.result_seconds(1)) + mode.wait
+    work = waves * mode.operations / filled(mode.q, _GEMM_TILE) / (figure(name, mode.gpu, "gemm") * mode.gpu.rate(mode.itemsize))
+    return max(work, mode.traffic(figure(name, mode.gpu, "gemm_traffic")) + mode.result_seconds(1)) + mode.wait
 
 
 def multiply_times(mode: Mode) -> dict[str, float]:
@@ -270,19 +230,20 @@ def add(
     return add_products(build, problem, x, factors, z, y, scale, "matmul" if found == "gemm" else found)
 
 
-def gradient_seconds(problem: GroupProblem) -> float | str:
-    """The gradient of one factor."""
-    return "takes one factor that no kernel takes with dx" if problem.is_fused else min(gradient_product_times(problem.mode).values())
+def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
+    """The gradient of one factor: by products in place, and by copies where these may be worth their time."""
+    from fastkron_py.kron.gradient_problem import SINGLE, GradientOffer
+
+    if problem.is_fused:
+        return SINGLE
+    quantities = {"matmul": matmul_gradient_quantities(problem.mode)}
+    if takes_copies(problem.mode):
+        quantities["copying"] = copying_gradient_quantities(problem.mode)
+    return [GradientOffer(f"{name}_gradients", made, problem, partial(gradient_launch, name)) for name, made in quantities.items()]
 
 
-def gradient_algorithm(mode: Mode) -> str:
-    """The fastest of `gradient_product_times`."""
-    times = gradient_product_times(mode)
-    return min(times, key=times.__getitem__)
-
-
-def gradient_launch(problem: GroupProblem) -> GradientLaunch:
+def gradient_launch(algorithm: str) -> GradientLaunch:
     """No launch, but how torch multiplies (`kron.matmul_step`)."""
     from fastkron_py.kron.gradient_problem import GradientLaunch
 
-    return GradientLaunch((), 1, algorithm=gradient_algorithm(problem.mode))
+    return GradientLaunch((), 1, algorithm=algorithm)

@@ -15,7 +15,7 @@ from fastkron_py.kron.rates import figure, priced
 if TYPE_CHECKING:
     import torch
 
-    from fastkron_py.kron.gradient_problem import GradientLaunch, GroupProblem
+    from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
     from fastkron_py.runtime.gpu import GPU
     from fastkron_py.runtime.launch import LaunchConfig
 
@@ -52,8 +52,8 @@ class WideConfig(NamedTuple):
     programs: int
 
 
-def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, slowdown: float) -> tuple[float, WideConfig]:
-    """The seconds of ``[height, depth] @ [depth, width]``, and its tiles. Narrow ones load both operands for fewer products."""
+def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, slowdown: float) -> WideConfig:
+    """The tiles of ``[height, depth] @ [depth, width]``. Narrow ones load both operands for fewer products."""
     of = partial(figure, name, mode.gpu)
     rate = mode.gpu.rate(mode.itemsize) / mode.passes * of("share", mode.itemsize) / mode.gpu.multiprocessors
     found = []
@@ -73,7 +73,7 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sl
             programs = min(tiles * splits, mode.gpu.multiprocessors)
             config = WideConfig(block_n, splits, steps, tiles * splits, programs)
             found.append((waves * (steps * step + stored) + partials, config))
-    return min(found)
+    return min(found)[1]
 
 
 def ring_stages(mode: Mode, block_n: int, is_copied: bool) -> int:
@@ -96,15 +96,13 @@ def multiply_config(mode: Mode) -> WideConfig:
         slowdown = of("unaligned")
     elif 1 < mode.after < BLOCK_K:
         slowdown = of("few")
-    return _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)[1]
+    return _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)
 
 
 @lru_cache(maxsize=1024)
-def gradient_config(mode: Mode) -> tuple[float, WideConfig]:
-    """The seconds of a factor's gradient by the kernel for Hopper, and its tiles and splits."""
-    scattered = figure(name, mode.gpu, "scattered") if mode.is_scattered else 1.0
-    seconds, config = _wgmma(mode, mode.p, mode.q, mode.slices, _MOST_SPLITS, scattered)
-    return max(seconds, mode.traffic()) + 2 * mode.wait, config
+def gradient_config(mode: Mode) -> WideConfig:
+    """The tiles and splits of a factor's gradient by the kernel for Hopper."""
+    return _wgmma(mode, mode.p, mode.q, mode.slices, _MOST_SPLITS, figure(name, mode.gpu, "scattered") if mode.is_scattered else 1.0)
 
 
 def kernel() -> Any:
@@ -196,13 +194,31 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
     )
 
 
-def gradient_seconds(problem: GroupProblem) -> float | str:
+def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     """The gradient of one factor."""
+    from fastkron_py.kron.gradient_problem import SINGLE, GradientOffer
+
     if problem.is_fused:
-        return "takes one factor that no kernel takes with dx"
+        return SINGLE
     if not takes(problem.dtype, problem.gpu) or kernel() is None:
         return "takes a Hopper GPU, and float32 or half precision"
-    return gradient_config(problem.mode)[0]
+    return [GradientOffer("wgmma_gradients", gradient_quantities(problem), problem, partial(gradient_launch, problem))]
+
+
+def gradient_quantities(problem: GroupProblem) -> dict[str, float]:
+    """Those of a factor's gradient: of its tiles, and of the steps of their splits."""
+    mode = problem.mode
+    config = gradient_config(mode)
+    turns, rounds = mode.rounds(config.items, 1)
+    depth = rounds * config.steps * BLOCK_K
+    products = mode.operating(2 * depth * BLOCK_M * config.block_n)
+    return problem.moves(BLOCK_K, run_of(1, mode.after, BLOCK_K), config.splits) | {
+        "rounds": turns * MICROSECOND,
+        "steps": turns * config.steps * MICROSECOND,
+        "scattered_steps": turns * config.steps * MICROSECOND if mode.is_scattered else 0.0,
+        "operations": products,
+        "tiles": mode.moving(depth * (BLOCK_M + config.block_n)),
+    }
 
 
 def gradient_launch(problem: GroupProblem) -> GradientLaunch:
@@ -211,7 +227,7 @@ def gradient_launch(problem: GroupProblem) -> GradientLaunch:
     from fastkron_py.kron.kernels.epilogues import epilogue_plain
 
     mode, addresses = problem.mode, problem.addresses
-    _, config = gradient_config(mode)
+    config = gradient_config(mode)
     size = mode.p * mode.q
     fastest = 4 if addresses["TAIL"] else 2 if addresses["HEAD"] else 1
     operands = (addresses["u_strides"], addresses["g_strides"])

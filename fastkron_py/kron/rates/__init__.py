@@ -1,8 +1,8 @@
 """What was measured of the families of kernels, a file for each GPU: prices of quantities, and figures of formulas.
 
-The modelled time of a multiply's launch is the sum of its quantities, each times its price (`priced`). Families state the quantities, in
-seconds of the GPU's own bandwidth and rates (`runtime.gpu`), so that the same prices serve a GPU that was not timed. Backward passes, the
-host and choices of tiles have formulas, whose constants are figures (`figure`). A file may name another one as ``"like"``, and hold what
+The modelled time of a launch is the sum of its quantities, each times its price (`priced`). Families state the quantities, in seconds of
+the GPU's own bandwidth and rates (`runtime.gpu`), so that the same prices serve a GPU that was not timed. The host and choices of tiles
+have formulas, whose constants are figures (`figure`). A file may name another one as ``"like"``, and hold what
 differs alone.
 """
 

@@ -16,13 +16,13 @@ from fastkron_py.runtime.gpu import HOPPER, NAMED
 @pytest.mark.parametrize("gpu", dict.fromkeys(NAMED.values()), ids=lambda gpu: gpu.name)
 def test_each_gpu_has_figures(gpu) -> None:
     for itemsize in (2, 4, 8):
-        assert 0 < figure("torch_products", gpu, "batch", itemsize) < 1e-5
+        assert 0 < figure("wgmma", gpu, "share", itemsize) < 1
         assert 0 < priced("tile", gpu, itemsize, {"start": 1e-6, "streamed": 0.0}) < 1e-5
 
 
 def test_a_figure_that_is_not_there_is_named() -> None:
-    with pytest.raises(KeyError, match="'tile_gradients', 'looped', '3'"):
-        figure("tile_gradients", HOPPER, "looped", 3)
+    with pytest.raises(KeyError, match="'wgmma', 'share', '3'"):
+        figure("wgmma", HOPPER, "share", 3)
 
 
 def test_a_file_holds_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
