@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from fastkron_py import rational
+from fastkron_py.rational.denominators.registry import denominator_names
+
+NAMES = ", ".join(denominator_names())
 
 X, A, B = torch.ones(3, 8), torch.ones(2, 6), torch.ones(2, 4)
 
@@ -51,8 +54,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "double x": ({"x": X.double()}, TypeError, "numerator: expected float64 where x is float64, .*; got torch.float32"),
     "integer coefficients": ({"denominator": B.int()}, TypeError, "denominator: expected a dtype among .*; got torch.int32"),
     "another device": ({"numerator": A.to("meta")}, ValueError, "numerator: expected x's device cpu; got meta"),
-    "unknown version": ({"version": "E"}, ValueError, "version: expected one of A, B, C, D, N; got 'E'"),
-    "version of another type": ({"version": 2}, TypeError, "version: expected one of A, B, C, D, N; got int"),
+    "unknown version": ({"version": "E"}, ValueError, f"version: expected one of {NAMES}; got 'E'"),
+    "version of another type": ({"version": 2}, TypeError, f"version: expected one of {NAMES}; got int"),
     "noise out of range": ({"noise": 1.5}, ValueError, "noise: expected a number from 0 to 1; got 1.5"),
     "noise of another type": ({"noise": "much"}, TypeError, "noise: expected a number from 0 to 1; got str"),
 }
