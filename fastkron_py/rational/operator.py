@@ -5,7 +5,7 @@ rational_backward             [dx] + [da] + [db], those asked for
 rational_linear               ``(P(x) / Q(x)) @ weight.T + bias``
 linear_rational               ``P(z) / Q(z)`` with ``z = x @ weight.T + bias``, in one kernel; z is saved for the backward pass
 layer_norm_rational           (y, mean, rstd): ``y = P(h) / Q(h)``, ``h = layer_norm(x)``
-layer_norm_rational_backward  [dx, dweight, dbias, da, db]
+layer_norm_rational_backward  [dx] + [dweight] + [dbias] + [da] + [db], those asked for; `kept` are mean and rstd
 
 First derivatives come from one pass over x and dy. Derivatives of gradients, and everything inside of torch.func's transforms and forward
 mode, are torch's own, of the same function written in torch.
@@ -217,8 +217,10 @@ linear_rational = Operator(
 
 # ---- layer_norm_rational ---------------------------------------------------------------------------
 
+_OF_LAYER_NORM = "Tensor x, Tensor weight, Tensor bias, Tensor numerator, Tensor denominator"
 
-def _layer_norm_composed(tensors: Sequence[Tensor], options: tuple[Any, ...]) -> Tensor:
+
+def _layer_norm_composed(tensors: Sequence[Tensor], options: Sequence[Any]) -> Tensor:
     """The composition, normalised in float32 or float64; arguments as of `layer_norm_rational`."""
     x, weight, bias, a, b = tensors
     eps, version, dtype, backend = options
@@ -227,52 +229,30 @@ def _layer_norm_composed(tensors: Sequence[Tensor], options: tuple[Any, ...]) ->
         return y
 
 
-def _fake_layer_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    numerator: Tensor,
-    denominator: Tensor,
-    eps: float,
-    version: str,
-    dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_layer_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows, compute = program.row_count(x), wide_dtype(x.dtype)
-    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    y = torch.empty_like(x, dtype=others[-2], memory_format=torch.contiguous_format)
     return y, x.new_empty(rows, dtype=compute), x.new_empty(rows, dtype=compute)
 
 
-def _backward_of_layer_norm(saved: Saved, dy: Tensor) -> Sequence[Tensor | None]:
-    eps, version, _, backend = saved.options
-    x, *others = saved.tensors
-    is_derived = wants_gradient((dy, *saved.tensors))
-    if not is_derived and not transforms_active():  # which do not reach registered operators
-        found: Sequence[Tensor] = layer_norm_rational_backward(dy, x, *saved.kept, *others, eps, version, backend)
-        return [f if need else None for f, need in zip(found, saved.needs, strict=True)]
-    wanted = [t for t, need in zip(saved.tensors, saved.needs, strict=True) if need]
-    with torch.enable_grad():
-        y = _layer_norm_composed(saved.tensors, saved.options)
-        gradients = iter(torch.autograd.grad(y, wanted, dy, create_graph=is_derived))
-    return [next(gradients) if need else None for need in saved.needs]
-
-
-def _fake_layer_norm_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *others: Any) -> list[Tensor]:
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, *others[:4])]
+def _gradient_call_of_layer_norm(saved: Saved, dy: Tensor) -> GradientCall:
+    tensors = (dy, *saved.tensors, *saved.kept)
+    return GradientCall.of(layer_norm_rational_backward, tensors, (*saved.needs, *saved.options), saved.needs)
 
 
 layer_norm_rational = Operator(
-    "layer_norm_rational(Tensor x, Tensor weight, Tensor bias, Tensor numerator, Tensor denominator, float eps, str version, "
-    "ScalarType dtype, str backend) -> (Tensor, Tensor, Tensor)",
+    f"layer_norm_rational({_OF_LAYER_NORM}, float eps, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     program=program.layer_norm_rational,
     fake=_fake_layer_norm,
-    backward=_backward_of_layer_norm,
+    gradient_call=_gradient_call_of_layer_norm,
     in_torch=_layer_norm_composed,
     kept=2,
 )
-layer_norm_rational_backward = Operator(
-    "layer_norm_rational_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor bias, Tensor numerator, "
-    "Tensor denominator, float eps, str version, str backend) -> Tensor[]",
+layer_norm_rational_backward = gradient_operator(
+    "layer_norm_rational_backward",
+    _OF_LAYER_NORM,
+    f"float eps, {_OPTIONS}",
+    kept="Tensor[] kept",
     program=program.layer_norm_gradients,
-    fake=_fake_layer_norm_backward,
+    in_torch=_layer_norm_composed,
 )

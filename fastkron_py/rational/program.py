@@ -202,13 +202,19 @@ def _add_normalised(build: Builder, x: Tensor, weight: Tensor, bias: Tensor, eps
 
 
 def layer_norm_gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """The program of `fastkron::layer_norm_rational_backward`: [dx, dweight, dbias, da, db]; arguments as in its schema."""
-    eps, version, backend = options
-    backend = choose_backend(backend, tensors[1])
+    """The program of `fastkron::layer_norm_rational_backward`; arguments as in its schema."""
+    *needs, eps, version, _, backend = options
     build = Builder(tensors)
-    dy, x, mean, rstd, weight, bias, a, b = build.inputs
-    if not _is_one_pass(x, a, b, backend):
-        return _composed_gradients(build, eps, version, backend)
+    x, a, b = build.inputs[1], *build.inputs[4:6]
+    backend = choose_backend(backend, tensors[1])
+    add = _add_gradients_in_one_pass if _is_one_pass(x, a, b, backend) else _add_composed_gradients
+    found = add(build, eps, version, backend)
+    return build.program([f for f, need in zip(found, needs, strict=True) if need])
+
+
+def _add_gradients_in_one_pass(build: Builder, eps: float, version: str, backend: str) -> list[Tensor]:
+    """[dx, dweight, dbias, da, db]."""
+    dy, x, weight, bias, a, b, mean, rstd = build.inputs
     from fastkron_py.rational import launches
 
     x, dy = build.contiguous(x), build.contiguous(dy)
@@ -219,21 +225,20 @@ def layer_norm_gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Pr
     build.launch(made.first, (x, dy, mean, rstd, weight, bias, a, b, dx, partial))
     build.launch(made.columns, (partial, dweight, dbias, sums))
     build.launch(made.second, (sums, b, da, db))
-    return build.program(results)
+    return results
 
 
-def _composed_gradients(build: Builder, eps: float, version: str, backend: str) -> Program:
-    """The gradients of the composition."""
-    dy, x, _, _, weight, bias, a, b = build.inputs
+def _add_composed_gradients(build: Builder, eps: float, version: str, backend: str) -> list[Tensor]:
+    """The same of the composition."""
+    dy, x, weight, bias, a, b, *_ = build.inputs
 
     def of_normalised(dh: Tensor, *given: Tensor) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() for t in given]
-        x, weight, bias = leaves
-        with torch.enable_grad():
-            h = normalised(x, weight, bias, eps)
-        return [g.contiguous() for g in torch.autograd.grad(h, leaves, dh)]
+        x, weight, bias = (t.to(dh.dtype) for t in given)
+        mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)[1:]
+        found = torch.ops.aten.native_layer_norm_backward(dh, x, x.shape[-1:], mean, rstd, weight, bias, [True] * 3)
+        return [g.to(t.dtype).contiguous() for g, t in zip(found, given, strict=True)]
 
     h = _add_normalised(build, x, weight, bias, eps)
     dh, da, db = add_gradients(build, dy, h, a, b, (True, True), version, backend)
     found = build.call(of_normalised, (dh, x, weight, bias), *[describe(t.shape, t.dtype) for t in (x, weight, bias)])
-    return build.program([*found, da, db])
+    return [*found, da, db]

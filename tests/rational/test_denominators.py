@@ -81,7 +81,7 @@ def test_kernels_of_other_operators(square: str, device: torch.device) -> None:
     x, a, b, dy = (t.to(device) for t in problem((70, 48), (1, 4)))
     weight, bias = torch.randn(2, 48).to(device)
     y, mean, rstd = layer_norm_rational.registered(x, weight, bias, a, b, 1e-5, square, x.dtype, "triton")
-    gradients = layer_norm_rational_backward(dy, x, mean, rstd, weight, bias, a, b, 1e-5, square, "triton")
+    gradients = layer_norm_rational_backward(dy, x, weight, bias, a, b, [mean, rstd], *[True] * 5, 1e-5, square, x.dtype, "triton")
     wide = [t.double().requires_grad_() for t in (x, weight, bias, a, b)]
     want = by_formula(torch.nn.functional.layer_norm(wide[0], (48,), *wide[1:3], 1e-5), *wide[3:])
     for found, e in zip((y, *gradients), (want.detach(), *torch.autograd.grad(want, wide, dy.double())), strict=True):
