@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fastkron_py.distributed.agreement import Agreement, refuse
+from fastkron_py.distributed.agreement import agree, refuse
 from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid, grid_of_call
 from fastkron_py.distributed.layout import chunk_offsets, way, widths
@@ -158,14 +158,13 @@ def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
         refuse(where, error)
     # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
     # So does whether its launches read and write blocks: peers find parts accordingly.
-    agreement = Agreement(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
-    # Work without an exchange begins while the ranks hear of each other.
+    found = agree(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
+    m = check_blocks([sizes[:2] for sizes in found], where, call)
     factors = merged(call.factors)
     own = _own_factors(call, factors)
-    y = None if own is None else _multiply(call, own, None)
-    found = agreement.settle()
-    m = check_blocks([sizes[:2] for sizes in found], where, call)
-    if y is None:
+    if own is not None:
+        y = _multiply(call, own, None)
+    else:
         planned = call.plan or _planned(call.problem(m), where.shape, where.device.type)
         chosen = fit(planned, [sizes[2] for sizes in found], where.ranks)
         common = [found[rank][3] for rank in row_groups(where, left)[where.col if left else where.row]]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import io
 import json
 import logging
 import math
 import os
 import re
-import secrets
 import socket
 import sys
 import time
@@ -18,27 +16,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final, NamedTuple, TypedDict
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.store import synchronize
 
-from fastkron_py.distributed.failures import PackedError, differing, pack_error, rank_text, stage, unpack_error
+from fastkron_py.distributed.agreement import difference
+from fastkron_py.distributed.failures import pack_error, rank_text, stage
 from fastkron_py.distributed.grid import forget_groups
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 logger = logging.getLogger("fastkron_py")
 
 BACKENDS: Final = ("nccl", "gloo")
+BACKEND: Final = "backend (None takes nccl where there is a GPU, else gloo)"
 TIMEOUT: Final = 600.0
 """Seconds that a collective waits for its peers, unless told otherwise."""
 EXIT_PAUSE: Final = 0.05
-PART: Final = "fastkron_py/part"
-"""Key under which rank 0 names the part of the store that ranks meet in."""
-LOOK: Final = 0.05
-"""Seconds between two looks at it, at first."""
-FAREWELL: Final = 10.0
-"""Seconds that rank 0, after an error, leaves at most for the other ranks to learn of it."""
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLURM_SIZES: Final = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES")
 # Variables that Open MPI, MPICH and Intel MPI (Hydra), MVAPICH2 and PMIx set in every process that they start.
@@ -70,23 +65,11 @@ class ProcessInfo:
     backend: str
 
 
-class Report(TypedDict):
-    """The facts that one rank sends the others before the group is made."""
-
-    error: PackedError | None
-    token: str
-    WORLD_SIZE: int
-    host: str
-    backend: str
-    nccl: bool
-    gpus: int
-    uuid: str
-    timeout: float
-
-
 _made: tuple[Any, ProcessInfo] | None = None
 _met: tuple[Launch, dist.Store] | None = None
 """Found once: a group that is made after another has been destroyed meets in the same store, whose server may be this process."""
+_meetings = 0
+"""How many groups this process has asked for: each meets under its own keys of the store."""
 
 
 def init_process_group(backend: str | None = None, *, timeout: float | timedelta = TIMEOUT) -> ProcessInfo:
@@ -127,8 +110,10 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
         _check_backend(backend)
     except (TypeError, ValueError) as wrong:
         error = wrong
-    launch, shared = _meet(seconds)
-    store, reports = _exchange(launch, shared, _report(backend, launch, seconds, error), seconds)
+    launch, store = _meet(seconds)
+    reports = _exchange(launch, store, _report(backend, launch, seconds, error), seconds)
+    if problem := judge(reports):
+        raise problem
     info = _info(launch, reports)
     logger.info("rank %d of %d on %s, backend %s, started by %s", info.rank, info.world_size, info.device, info.backend, info.launcher)
     if info.device.type == "cuda":
@@ -136,23 +121,28 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
     with stage("init_process_group: connecting all ranks"):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if info.backend == "nccl" else "gloo",
-            store=dist.PrefixStore("torch", store),
+            store=store,
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(seconds=seconds),
         )
     _made = (dist.group.WORLD, info)
     atexit.register(_destroy)
+    if info.launcher == "mpi":
+        _abort_on_uncaught_exception()  # after torch's own hook, which it calls
     return info
 
 
 def _meet(seconds: float) -> tuple[Launch, dist.Store]:
-    global _met
+    """This process's launch, and the part of the ranks' store that the next group meets in."""
+    global _met, _meetings
     if _met is None:
         launch = find_launch()
         _met = launch, _rendezvous(launch, seconds)
-    _met[1].set_timeout(timedelta(seconds=seconds))
-    return _met
+    _meetings += 1
+    launch, store = _met
+    store.set_timeout(timedelta(seconds=seconds))
+    return launch, dist.PrefixStore(f"fastkron_py/{_meetings}", store)
 
 
 def _check_backend(backend: Any) -> None:
@@ -173,129 +163,62 @@ def _check_timeout(timeout: Any) -> float:
     return float(timeout)
 
 
-def _report(backend: str | None, launch: Launch, seconds: float, error: Exception | None) -> Report:
-    gpus = torch.cuda.device_count() if backend != "gloo" and error is None else 0
-    return Report(
-        error=None if error is None else pack_error(error),
-        token=secrets.token_hex(8),
-        WORLD_SIZE=launch.world_size,
-        host=socket.gethostname(),
-        backend=str(backend) if backend is not None else "nccl" if gpus else "gloo",
-        nccl=dist.is_nccl_available(),
-        gpus=gpus,
-        uuid=str(torch.cuda.get_device_properties(_gpu_index(launch, gpus)).uuid) if gpus else "",
-        timeout=seconds,
-    )
+def _report(backend: str | None, launch: Launch, seconds: float, error: Exception | None) -> dict[str, Any]:
+    """The facts that one rank sends the others: arguments to compare, or an error of its; its host, and its GPU's UUID."""
+    has_gpu = backend != "gloo" and error is None and dist.is_nccl_available() and torch.cuda.device_count() > 0
+    fields = {"WORLD_SIZE": launch.world_size, BACKEND: backend or ("nccl" if has_gpu else "gloo"), "timeout": seconds}
+    uuid = str(torch.cuda.get_device_properties(_gpu_index(launch)).uuid) if has_gpu else ""
+    return {"host": socket.gethostname(), "gpu": uuid} | ({"fields": fields} if error is None else {"error": pack_error(error)})
 
 
-def _gpu_index(launch: Launch, gpus: int) -> int:
+def _gpu_index(launch: Launch) -> int:
     """The local rank's GPU; where there are fewer, the launcher may show each rank its own as number 0 (if not, `judge` sees)."""
-    return launch.local_rank if 0 <= launch.local_rank < gpus else 0
+    return launch.local_rank if launch.local_rank is not None and launch.local_rank < torch.cuda.device_count() else 0
 
 
-def _exchange(launch: Launch, shared: dist.Store, own: Report, seconds: float) -> tuple[dist.Store, list[Report]]:
-    """Every rank's report, judged by rank 0 on behalf of all, so that all raise the same error or none does; and a store for the group.
-
-    Messages stay in a store: torchrun's is that of all attempts, which its agents count each for itself. So rank 0 opens a new part
-    of the store each time. A rank that finds an earlier part gets no answer to its own token there, and looks again.
-    """
-    rank = launch.rank
-    if rank == 0:
-        shared.set(PART, own["token"])
-        store: dist.Store = dist.PrefixStore(own["token"], shared)
-        verdict = _verdict(store, own, seconds)
-    else:
-        store, verdict = _answer(launch, shared, own, 2 * seconds)  # rank 0 may itself wait for another one
-    if verdict["error"]:
-        store.set(f"seen/{rank}", "")
-        if rank == 0:  # the store may end with this process: not before the others have read the verdict
-            for other in [r for r, report in enumerate(verdict["reports"]) if report]:
-                _arrives(store, f"seen/{other}", FAREWELL / launch.world_size)
-        raise unpack_error(verdict["error"])
-    return store, list(verdict["reports"])
-
-
-def _verdict(store: dist.Store, own: Report, seconds: float) -> dict[str, Any]:
-    """Rank 0's answer to all reports that arrive."""
-    keys, until = [f"report/{rank}" for rank in range(1, own["WORLD_SIZE"])], time.monotonic() + seconds
-    came = [json.loads(store.get(key)) if _arrives(store, key, max(until - time.monotonic(), LOOK)) else None for key in keys]
-    reports: list[Any] = [own, *came]
-    missing = [rank for rank, report in enumerate(reports) if report is None]
-    text = f"init_process_group: {rank_text(missing)} of {len(reports)} did not come within {seconds:g} s"
-    error = RuntimeError(text) if missing else judge(reports)
-    verdict = {"error": error and pack_error(error), "reports": reports}
-    store.set("verdict", json.dumps(verdict))
-    return verdict
-
-
-def _answer(launch: Launch, shared: dist.Store, own: Report, seconds: float) -> tuple[dist.Store, dict[str, Any]]:
-    """Rank 0's answer to this rank's report, and the part of the store that it is in."""
-    began, part, other = time.monotonic(), b"", ""
-    while (waited := time.monotonic() - began) < seconds and _arrives(shared, PART, seconds):
-        try:
-            part, before = shared.get(PART), part
-            store = dist.PrefixStore(part.decode(), shared)
-            if part != before:
-                store.set(f"report/{launch.rank}", json.dumps(own))
-            verdict = json.loads(store.get("verdict")) if store.check(["verdict"]) else {"reports": []}
-        except dist.DistError:
-            break
-        if own["token"] in [report["token"] for report in verdict["reports"] if report]:
-            return store, verdict
-        size = len(verdict["reports"])
-        other = f"; it answered {size} ranks, and WORLD_SIZE is {launch.world_size} here" if size not in (0, launch.world_size) else ""
-        time.sleep(
-            min(LOOK + waited / 20, 1.0)
-        )  # not by waiting for a key in the store, since torch warns each time that one does not come
-    raise RuntimeError(f"init_process_group: rank 0 has ended, or did not answer rank {launch.rank} within {seconds:g} s{other}")
-
-
-def _arrives(store: dist.Store, key: str, seconds: float) -> bool:
+def _exchange(launch: Launch, store: dist.Store, own: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+    """Every rank's report, which each of them judges by itself: all raise the same error, or none does."""
     try:
-        store.wait([key], timedelta(seconds=seconds))
-    except dist.DistError:
-        return False
-    return True
+        found = synchronize(store, json.dumps(own).encode(), launch.rank, launch.world_size, "report/", seconds)
+    except dist.DistError as error:
+        with stage("init_process_group: comparing all ranks' arguments"):
+            missing = [rank for rank in range(launch.world_size) if not store.check([f"report/{rank}"])]
+            text = f"{rank_text(missing)} of {launch.world_size} did not come within {seconds:g} s" if missing else "a rank has left"
+            raise RuntimeError(text) from error
+    return [json.loads(report) for report in found]
 
 
-def judge(reports: Sequence[Report]) -> Exception | None:
+def judge(reports: Sequence[dict[str, Any]]) -> Exception | None:
     """The reason why these ranks cannot work together, or None."""
-    for rank, report in enumerate(reports):
-        if report["error"] is not None:
-            alone = "" if all(r["error"] == report["error"] for r in reports) else f" (on rank {rank})"
-            return unpack_error({**report["error"], "message": report["error"]["message"] + alone})
-    for name, why in (("WORLD_SIZE", ""), ("backend", " (None takes nccl where there is a GPU, else gloo)"), ("timeout", "")):
-        values = [repr(report[name]) for report in reports]  # type: ignore[literal-required]
-        if error := differing(name, values, range(len(reports)), "the same on every rank" + why):
-            return error
-    if reports[0]["backend"] == "nccl" and (problem := _judge_gpus(reports)):
+    if error := difference(reports, range(len(reports))):
+        return error
+    if reports[0]["fields"][BACKEND] == "nccl" and (problem := _judge_gpus(reports)):
         return RuntimeError(f"init_process_group: {problem}")
     return None
 
 
-def _judge_gpus(reports: Sequence[Report]) -> str:
-    without = [i for i, r in enumerate(reports) if not r["nccl"]]
-    if without:
-        return f"NCCL is missing from torch on {rank_text(without)}; install a CUDA build of torch, or use backend='gloo'"
-    blind = [i for i, r in enumerate(reports) if not r["gpus"]]
+def _judge_gpus(reports: Sequence[dict[str, Any]]) -> str:
+    blind = [i for i, r in enumerate(reports) if not r["gpu"]]
     if blind:
-        return f"NCCL needs a GPU for each rank; {rank_text(blind)} of {len(reports)} found none; use backend='gloo'"
+        more = f"{rank_text(blind)} of {len(reports)} found none, or no CUDA build of torch; use backend='gloo'"
+        return f"NCCL needs a GPU for each rank; {more}"
     for host in dict.fromkeys(r["host"] for r in reports):
         ranks = [i for i, r in enumerate(reports) if r["host"] == host]
-        gpus = {reports[i]["uuid"] for i in ranks}
+        gpus = {reports[i]["gpu"] for i in ranks}
         if len(gpus) < len(ranks):
             return f"NCCL needs a GPU for each rank; {len(ranks)} ranks on host {host} ({rank_text(ranks)}) share {len(gpus)} GPU(s)"
     return ""
 
 
-def _info(launch: Launch, reports: Sequence[Report]) -> ProcessInfo:
+def _info(launch: Launch, reports: Sequence[dict[str, Any]]) -> ProcessInfo:
     own = reports[launch.rank]
     neighbours = [i for i, r in enumerate(reports) if r["host"] == own["host"]]
-    local_rank = launch.local_rank if launch.local_rank >= 0 else neighbours.index(launch.rank)
-    cuda = own["backend"] == "nccl"
-    device = torch.device("cuda", _gpu_index(launch, own["gpus"])) if cuda else torch.device("cpu")
-    local_size = launch.local_world_size or len(neighbours)
-    return ProcessInfo(launch.launcher, launch.rank, launch.world_size, local_rank, local_size, device, own["backend"])
+    local_rank = neighbours.index(launch.rank) if launch.local_rank is None else launch.local_rank
+    backend = own["fields"][BACKEND]
+    device = torch.device("cuda", _gpu_index(launch)) if backend == "nccl" else torch.device("cpu")
+    return ProcessInfo(
+        launch.launcher, launch.rank, launch.world_size, local_rank, launch.local_world_size or len(neighbours), device, backend
+    )
 
 
 def _existing() -> ProcessInfo:
@@ -333,17 +256,17 @@ class Launch(NamedTuple):
         launcher: ``"torchrun"``, ``"mpi"``, ``"slurm"`` or ``"single"``.
         rank: this process among all.
         world_size: number of processes.
-        local_rank: number of this process on its host; negative where the launcher does not tell.
-        local_world_size: number of processes on this host; None where the launcher does not tell.
         address: ``host:port`` at which rank 0 serves torch's store.
+        local_rank: number of this process on its host; None where the launcher does not tell.
+        local_world_size: number of processes on this host; None where the launcher does not tell.
     """
 
     launcher: str
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int | None
     address: str
+    local_rank: int | None = None
+    local_world_size: int | None = None
 
 
 def find_launch() -> Launch:
@@ -357,10 +280,8 @@ def find_launch() -> Launch:
     """
     env = os.environ
     if all(name in env for name in _TORCHRUN):
-        local_size = _integer(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else None
-        local_rank = _integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else -1
-        address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-        return Launch("torchrun", _integer(env, "RANK"), _integer(env, "WORLD_SIZE"), local_rank, local_size, address)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return _of_variables("torchrun", names, f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}")
     if any(name in env for name in _MPI_VARIABLES) and (_mpi_available() or not _slurm_step(env)):
         if not _mpi_available():
             raise RuntimeError(
@@ -371,7 +292,7 @@ def find_launch() -> Launch:
     if _slurm_step(env):
         return _slurm(env)
     _check_alone(env)
-    return Launch("single", 0, 1, 0, 1, "")
+    return Launch("single", 0, 1, "", 0, 1)
 
 
 def _rendezvous(launch: Launch, seconds: float) -> dist.Store:
@@ -421,8 +342,14 @@ def _slurm(env: Mapping[str, str]) -> Launch:
         port = _integer(env, "MASTER_PORT")
     else:  # no port can be passed round before ranks have met: one that all of them can compute, by job and step
         port = 20000 + (100 * _integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")) % 12000
-    local_rank = _integer(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else -1
-    return Launch("slurm", _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_STEP_NUM_TASKS"), local_rank, None, f"{host}:{port}")
+    return _of_variables("slurm", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), f"{host}:{port}")
+
+
+def _of_variables(launcher: str, names: Sequence[str], address: str) -> Launch:
+    """What variables of these names say: of the rank, the number of ranks and, if they are there, the same on this host."""
+    rank, size = [_integer(os.environ, name) for name in names[:2]]
+    local = [_integer(os.environ, name) if name in os.environ else None for name in names[2:]]
+    return Launch(launcher, rank, size, address, *local)
 
 
 def first_host(nodes: str) -> str:
@@ -454,26 +381,25 @@ def _mpi() -> Launch:
         with socket.socket() as free:
             free.bind(("", 0))
             address = f"{os.environ.get('MASTER_ADDR') or ('127.0.0.1' if one_host else socket.getfqdn())}:{free.getsockname()[1]}"
-    _abort_on_uncaught_exception(world)
-    return Launch("mpi", world.rank, world.size, local_rank, local_size, world.bcast(address, root=0))
+    return Launch("mpi", world.rank, world.size, world.bcast(address, root=0), local_rank, local_size)
 
 
-def _abort_on_uncaught_exception(world: Any) -> None:
+def _abort_on_uncaught_exception() -> None:
     """End the whole job when this rank fails.
 
     mpi4py calls MPI_Finalize when Python exits, which waits for every rank: without this a rank that raised would
     wait there for ranks that wait for it.
     """
+    from mpi4py import MPI
+
     before = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         before(kind, value, trace)
-        # torch's hook around this one buffers the output, to put the rank before it; an abort would lose it.
-        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            print(sys.stderr.getvalue(), end="", file=sys.__stderr__, flush=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(ABORT_PAUSE)
-        world.Abort(1)
+        if sys.excepthook is hook:  # not inside the hook of a later group, which still holds the output back
+            sys.stdout.flush()
+            sys.stderr.flush()
+            time.sleep(ABORT_PAUSE)
+            MPI.COMM_WORLD.Abort(1)
 
     sys.excepthook = hook

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from types import TracebackType
-from typing import Final, TypedDict
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -19,20 +19,12 @@ from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import value_error
 
-_after_failure: list[Callable[[CollectiveError], None]] = []
+_when_failing: list[Callable[[str], str]] = []
 
 
-def after_failure(function: Callable[[CollectiveError], None]) -> None:
-    """Have a function called whenever a collective has failed here, before the error is raised."""
-    _after_failure.append(function)
-
-
-_details: list[Callable[[], str]] = []
-
-
-def when_failing(function: Callable[[], str]) -> None:
-    """Have a function add to the message of every collective that fails."""
-    _details.append(function)
+def when_failing(function: Callable[[str], str]) -> None:
+    """Have a function called with the message of every collective that fails, before its error is raised; what it returns is added."""
+    _when_failing.append(function)
 
 
 class CollectiveError(RuntimeError):
@@ -80,11 +72,9 @@ class stage:  # noqa: N801  # used as a function is; a generator would take seve
         ranks = dist.get_process_group_ranks(self._group) if isinstance(self._group, dist.ProcessGroup) else self._group
         peers = "" if ranks is None else f" among {rank_text(ranks)}"
         reason = f"a peer{peers} has died, left, or not come in time ({_first_line(error)})"
-        reason += "".join([detail() for detail in _details])
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-        failure = CollectiveError(self._name, rank, seconds, reason)
-        for function in _after_failure:
-            function(failure)
+        text = f"{self._name}: failed on rank {rank} after {seconds:.2f} s: {reason}"
+        failure = CollectiveError(self._name, rank, seconds, reason + "".join([function(text) for function in _when_failing]))
         try:
             raise failure from error
         finally:
@@ -128,13 +118,6 @@ def differing(name: str, values: Sequence[str], ranks: Sequence[int], expected: 
     return value_error(name, expected, shown)
 
 
-class PackedError(TypedDict):
-    """An error on its way to other ranks, as JSON."""
-
-    kind: str
-    message: str
-
-
 REFUSALS: Final = (TypeError, ValueError, LinAlgError)
 """Errors that a rank may find in its own arguments and sends to the others."""
 _KINDS: Final[dict[str, type[Exception]]] = {
@@ -142,14 +125,12 @@ _KINDS: Final[dict[str, type[Exception]]] = {
 }
 
 
-def pack_error(error: Exception) -> PackedError:
-    """Pack an error for other ranks to raise; a type they do not know becomes a RuntimeError that names it."""
+def pack_error(error: Exception) -> list[str]:
+    """The name of an error's type and its message, for other ranks to raise; other types become a RuntimeError that names them."""
     kind = type(error).__name__
-    if kind in _KINDS:
-        return PackedError(kind=kind, message=str(error))
-    return PackedError(kind="RuntimeError", message=f"{kind}: {error}")
+    return [kind, str(error)] if kind in _KINDS else ["RuntimeError", f"{kind}: {error}"]
 
 
-def unpack_error(packed: PackedError) -> Exception:
-    """The error to raise, made anew from another rank's message."""
-    return _KINDS.get(packed["kind"], RuntimeError)(packed["message"])
+def unpack_error(kind: str, message: str) -> Exception:
+    """The error to raise, made anew from another rank's."""
+    return _KINDS[kind](message)

@@ -265,11 +265,11 @@ class ProcessGrid:
             agree(self, {"call": "ProcessGrid.close"})
             for function in _when_closing:
                 function(self)
-            self._end(orderly=True)
+            self._end()
 
-    def _end(self, *, orderly: bool) -> None:
+    def _end(self) -> None:
         if self._is_private and not self._closed:
-            self._control.close(RuntimeError("the grid has been closed"), orderly=orderly)
+            self._control.close("the grid has been closed")
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -279,7 +279,7 @@ class ProcessGrid:
         if error is None:
             self.close()
         else:
-            self._end(orderly=False)
+            self._end()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGrid:
         """Itself: a copy of a module that holds a grid has the same ranks, and communicators are not copied."""

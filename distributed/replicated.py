@@ -109,7 +109,7 @@ def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.Red
     check_plain(name, [tensor])
     with stage(name, group):
         dist.all_reduce(tensor, op, group)
-    note(name, tensor.device, _ranks(group))
+    note(name, tensor.device)
 
 
 def broadcast(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -117,7 +117,7 @@ def broadcast(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
     check_plain(name, [tensor])
     with stage(name, group):
         dist.broadcast(tensor, _ranks(group)[0], group)
-    note(name, tensor.device, _ranks(group))
+    note(name, tensor.device)
 
 
 def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Callable[[], T]) -> T:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -37,7 +36,7 @@ JOB_SECONDS = 200.0
 EXAMPLE_SECONDS = 90.0
 FAULT_SECONDS = 60.0
 CPU_RANKS = 2
-TOLD = "fastkron_py: "  # begins a line about an exchange that waits for a rank that is gone
+TOLD = "fastkron_py: "  # begins a line about an exchange that a GPU does not finish
 TAIL = 12  # lines of the survivor's stderr that are kept
 LABELS = ("64^4 float32, 128 rows a rank", "64^4 float32, 128 rows", "128^4 float32, 8 rows a rank", "128^4 float32, 16 rows")
 LABELS += ("128^3 float32, 128 rows", "64^4 float32, 32 rows a rank, with gradients")
@@ -153,7 +152,7 @@ def survivor(how: str, code: int, after: float | None, output: str, errors: str,
         error = json.loads(lines[-1])
     elif told:  # it waited for its GPU, until torch's watchdog or this benchmark ended it
         text = told[-1].removeprefix(TOLD)
-        error = {"stage": re.split(r": (?:ranks? [-\d, ]+ ended|the timeout)", text)[0], "message": late or text, "seconds": after}
+        error = {"stage": text.partition(": has not been finished")[0], "message": late or text, "seconds": after}
     else:
         error = {"message": late or tail[-1:]}
     return {"how": how, "returncode": code, "ended_after": after, "told": told, "error": error, "errors": tail}

@@ -115,7 +115,7 @@ class Pushed(NamedTuple):
         if self.own is not None:
             sent(leg, me, me, self.dtype).run(block, self.own)
         self.done.wait()  # the current stream, not the host
-        note(transfer.stage_text(arrived), arrived.device, row_group.ranks)
+        note(transfer.stage_text(arrived), arrived.device)
         for peer in row_group.others:
             unpacked(leg, peer, me, self.dtype).run(block, arrived)
         self.slots.release(self.slot)
@@ -238,7 +238,7 @@ class Chunk:
         """
         me, there, back = self._row_group.position, self._there, self._back
         self._arrived.wait()  # the current stream, not the host
-        note(self._text, self._x.device, self._row_group.ranks)
+        note(self._text, self._x.device)
         outs: list[Tensor] = []
         if out is not None:
             self._slots.lend(self._product)
@@ -262,7 +262,7 @@ class Chunk:
 
         text = self._stage("rows to columns", out)
         self._done = self._exchange(self._product, back, out, pull, text, True, None)
-        note(text, out.device, self._row_group.ranks, self._done)
+        note(text, out.device, self._done)
         self._slots.release(self._product, self._done)
 
     def _of(self, t: Tensor, rank: int) -> Tensor:

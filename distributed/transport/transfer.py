@@ -255,7 +255,7 @@ class Transfer:
         """Wait for the parts of a buffer: on CPUs the host, on GPUs the current stream."""
         with self.stage(arrived):
             work.wait()
-        note(self.stage_text(arrived), arrived.device, self.row_group.ranks)
+        note(self.stage_text(arrived), arrived.device)
 
 
 def ready_now(t: Tensor) -> torch.cuda.Event | None:
