@@ -22,6 +22,7 @@ from fastkron_py.distributed.pipeline import Pipeline, explained, fit, free_memo
 from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
 from fastkron_py.distributed.plan import plan as make_plan
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, tied
+from fastkron_py.distributed.transport.slots import open_slots
 from fastkron_py.distributed.transport.transfer import RowGroup, transport_of
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
@@ -221,11 +222,11 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
         y = local_kron_matmul(x, factors, alpha=alpha, beta=beta, z=z, precision=call.precision)
     else:
         group = grid.col_group if call.left else grid.row_group
-        transport, most = transport_of(chosen.transport), chosen.most_elements * x.element_size()
-        channel = transport.open(grid, group, row_groups(grid, call.left), most)
-        row_group = RowGroup(group, call.parts, grid.row if call.left else grid.col, channel, blocks)
+        size, groups = chosen.most_elements * x.element_size(), row_groups(grid, call.left)
+        slots = open_slots(grid, group, groups, size) if chosen.is_taken_over and not x.is_complex() else None
+        row_group = RowGroup(group, call.parts, grid.row if call.left else grid.col, transport_of(chosen.transport), blocks)
         try:
-            y = _run(Pipeline(chosen, row_group, factors, alpha, call.precision, call.name), x, call.recompute)
+            y = _run(Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots), x, call.recompute)
         except torch.OutOfMemoryError as error:
             raise explained(error, chosen) from error
         if z is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,8 @@ from fastkron_py.distributed.failures import check_plain, rank_text
 from fastkron_py.distributed.layout import Exchange, Stage, by_rows, chunk_offsets, widths
 from fastkron_py.distributed.plan import Plan, plan
 from fastkron_py.distributed.replicated import tied
-from fastkron_py.distributed.transport.transfer import Place, RowGroup, Transfer, Work, finish, ready_now, start, wave
+from fastkron_py.distributed.transport.slots import Slots
+from fastkron_py.distributed.transport.transfer import RowGroup, Transfer, Work, finish, start, wave
 from fastkron_py.distributed.whole_rows import WholeRows
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.kron.operators.algebra import matrices
@@ -40,6 +41,7 @@ class Pipeline:
         alpha: scales the product.
         precision: of local multiplies.
         name: how errors call it.
+        slots: for products by whole rows; None where all exchanges go by transfers.
     """
 
     plan: Plan
@@ -48,8 +50,8 @@ class Pipeline:
     alpha: Any
     precision: str | None
     name: str
+    slots: Slots | None = None
     _last: list[tuple[Transfer, Tensor]] = field(default_factory=list)
-    _ready: torch.cuda.Event | None = None  # after which x can be read
     _inner: int = field(init=False)  # columns of x
     _outer: int = field(init=False)  # and of the result
 
@@ -63,10 +65,12 @@ class Pipeline:
             CollectiveError: an exchange failed; names the stage.
         """
         check_plain(self.name, [t for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
-        channel = self.row_group.channel
-        if channel is None or not self._is_taken_over(x) or not channel.holds_rows(self._most_elements(len(x)) * x.element_size()):
+        slots, size = self.slots, self._most_elements(len(x)) * x.element_size()
+        if slots is None or len(x) == 0 or not slots.holds(size):
             return self._exchanged(x)
-        product = WholeRows(self.plan, self.row_group, channel, self.alpha, self.precision, self.name, self._exchanged_by)
+        if isinstance(self.alpha, Tensor):  # as the product on one GPU has it
+            return self.alpha * replace(self, alpha=1.0).run(x)
+        product = WholeRows(self.plan, self.row_group, slots, self.alpha, self.precision, self.name, self._exchanged_by)
         return product.run(x, matrices(self.factors), self._width)
 
     def _most_elements(self, rows: int) -> int:
@@ -81,14 +85,12 @@ class Pipeline:
         """The product by exchanges that autograd records."""
         m, width = x.shape[0], self._width
         sizes = self.plan.chunk_rows(m)
-        is_split = len(sizes) > 1 and self.is_recorded(x)
-        parts, places = split(x, sizes) if is_split else (x.split(sizes), [None] * len(sizes))
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
         out = None if len(sizes) == 1 else x.new_empty(m * width)
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
-        self._last, self._ready = [], ready_now(x)
+        self._last = []
         work = self._by_rows if self.plan.by_rows else self._by_stages
-        wave([work(*chunk) for chunk in zip(parts, names, outs, places, strict=True)])
+        wave([work(*chunk) for chunk in zip(x.split(sizes), names, outs, strict=True)])
         transfers, tokens = zip(*self._last, strict=True)  # autograd shall see one result
         self._last = []
         return finish(transfers, tokens, out).view(m, width)
@@ -102,19 +104,18 @@ class Pipeline:
         """Whether autograd follows the product of this block."""
         return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
 
-    def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None, dx: Place | None) -> Work:
+    def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
         """All that happens to some rows; pauses while an exchange is under way.
 
         Args:
             x: the rows.
             chunk: how errors call them.
             out: where their result shall be, flat.
-            dx: the place of their gradient.
         """
         way, rows, block = self.plan.way, x.shape[0], x.reshape(-1)
         if way.first is not None:
             transfer = self._transfer(way.first, rows, "blocks to whole slices" + chunk)
-            block = self._start(x, transfer, dx)
+            block = start(block, transfer)
             yield
             block = finish([transfer], [block])
         last = len(way.stages) - 1
@@ -132,22 +133,17 @@ class Pipeline:
                 block = finish([transfer], [block])
         yield from self._end(transfer, block, out)
 
-    def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None, dx: Place | None) -> Work:
+    def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
         """The same by whole rows, a share of them on each rank."""
         there, back = by_rows(x.shape[0], self._inner, self._outer, self.row_group.size)
         arriving = self._transfer(there, 1, "columns to rows" + chunk)
-        block = self._start(x, arriving, dx)
+        block = start(x.reshape(-1), arriving)
         yield
         block = self._multiply(finish([arriving], [block]).view(-1, self._inner), self.factors, self.alpha).view(-1)
         transfer = self._transfer(back, 1, "rows to columns" + chunk, back=True)
         transfer.into = out
         block = start(block, transfer)
         yield from self._end(transfer, block, out)
-
-    def _is_taken_over(self, x: Tensor) -> bool:
-        """Whether the transport multiplies whole rows too: of plain products."""
-        is_plain = not (isinstance(self.alpha, Tensor) or x.is_complex() or self.plan.problem.identities)
-        return self.plan.by_rows and is_plain and x.shape[0] * self._inner * self._outer > 0
 
     def _end(self, transfer: Transfer, token: Tensor, out: Tensor | None) -> Work:
         self._last.append((transfer, token))
@@ -157,12 +153,6 @@ class Pipeline:
 
     def _transfer(self, exchange: Exchange, rows: int, label: str, back: bool = False) -> Transfer:
         return Transfer(exchange, self.row_group, rows, f"{self.name}: {label}", back)
-
-    def _start(self, x: Tensor, transfer: Transfer, dx: Place | None) -> Tensor:
-        """Begin the exchange of a chunk of x, which is there from the beginning on, unless it is copied first."""
-        transfer.ready = self._ready if x.is_contiguous() else None
-        transfer.place_of_gradient = dx
-        return start(x.reshape(-1), transfer)
 
     def _has_matrices(self, stage: Stage) -> bool:
         return any([isinstance(f, Tensor) for f in self.factors[stage.start : stage.stop]])
@@ -175,51 +165,6 @@ class Pipeline:
     def _multiply(self, x: Tensor, factors: Sequence[Tensor | int], alpha: Any) -> Tensor:
         x, alpha, *factors = tied((x, alpha, *factors))
         return tied([local_kron_matmul(x, factors, alpha=alpha, precision=self.precision)])[0]  # type: ignore[no-any-return]
-
-
-class Gradients:
-    """The gradients of chunks, side by side in one tensor of each backward pass: without it, autograd would copy all of them once more.
-
-    Args:
-        sizes: elements of each chunk.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = list(sizes)
-        self._whole: Tensor | None = None
-
-    def part(self, i: int, like: Tensor) -> Tensor:
-        """The place of a chunk's gradient, flat, in the tensor of the backward pass under way."""
-        if self._whole is None:
-            self._whole = like.new_empty(sum(self._sizes))
-        place: Tensor = self._whole.split(self._sizes)[i]
-        return place
-
-    def take(self, parts: Sequence[Tensor]) -> Tensor | None:
-        """The whole tensor, flat, if these gradients are its parts; the next backward pass makes a new one."""
-        whole, self._whole = self._whole, None
-        if whole is None or any([a.data_ptr() != b.data_ptr() for a, b in zip(parts, whole.split(self._sizes), strict=True)]):
-            return None
-        return whole
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: list[int], gradients: Gradients) -> tuple[Tensor, ...]:
-        ctx.gradients, ctx.shape = gradients, x.shape
-        return tuple(x.split(rows))
-
-    @staticmethod
-    def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor, None, None]:
-        whole = ctx.gradients.take(parts)
-        return torch.cat(parts) if whole is None else whole.view(ctx.shape), None, None
-
-
-def split(x: Tensor, rows: Sequence[int]) -> tuple[tuple[Tensor, ...], list[Place]]:
-    """Cut x ``[m, columns]`` into chunks of rows, views that autograd follows, and the places of their gradients."""
-    gradients = Gradients([n * x.shape[1] for n in rows])
-    parts: tuple[Tensor, ...] = _Split.apply(x, list(rows), gradients)  # type: ignore[no-untyped-call]
-    return parts, [partial(gradients.part, i) for i in range(len(rows))]
 
 
 def free_memory(x: Tensor) -> int:

@@ -187,8 +187,8 @@ class Plan:
         cuts: how many factors each stage multiplies on every rank, the first stage the last ones; none where ranks take
             whole rows for the product and give them back.
         chunks: into how many parts a rank's rows are cut, to exchange one while another is multiplied.
-        transport: how exchanges are carried out: "packed" for an all-to-all, "peer memory" between GPUs of one host. What it cannot carry
-            (GPUs that cannot reach each other) is packed all the same.
+        transport: how exchanges are carried out: "packed" for an all-to-all, "peer memory" between GPUs of one host for products by whole
+            rows without identities. What it cannot carry (GPUs that cannot reach each other) is packed all the same.
     """
 
     problem: Problem
@@ -201,6 +201,11 @@ class Plan:
     def transport_model(self) -> TransportModel:
         """The transport, as far as plans know it."""
         return TRANSPORTS[self.transport]
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether the transport takes over the product as well: of real matrices by whole rows."""
+        return self.transport_model.multiplies and self.by_rows and not (self.problem.identities or self.problem.dtype.is_complex)
 
     @property
     def parts(self) -> int:
@@ -310,7 +315,7 @@ class Plan:
         matrices = sum([p * q for i, (p, q) in enumerate(zip(problem.ps, problem.qs, strict=True)) if i not in problem.identities])
         if problem.gradients:
             total, matrices = total + rows * blocks + saved, 2 * matrices
-        if not self.is_local and self.transport_model.slots:
+        if not self.is_local and (self.is_taken_over or not self.transport_model.multiplies):
             total += self.transport_model.slots * self.most_elements
         return (total + matrices) * problem.dtype.itemsize
 
@@ -350,7 +355,7 @@ def plan(
             torch.chunk there are at most as many as rows: by "rows" as each rank takes, and one without an exchange.
         memory: bytes that each rank may use; None sets no limit.
         transport: how exchanges are carried out, as `Plan.transport` has it. None takes "peer memory", which needs six buffers more, for
-            products by whole rows in two chunks or more, without identities.
+            products of real matrices by whole rows in two chunks or more, without identities.
 
     Returns:
         The plan.
@@ -477,9 +482,8 @@ def _made(problem: Problem, grid: tuple[int, int], cuts: tuple[int, ...], chunks
         least = CHUNK_BYTES * (2 if problem.gradients else 1)
         chunks = 1 if sent < max(least, TWO_CHUNKS_BYTES) else min(MOST_CHUNKS, 1 << max(1, (sent // least).bit_length() - 1))
     chunks = min(int(chunks), max(1, -(-rows // made.parts) if made.by_rows else rows))
-    if transport is None:
-        transport = DIRECT if made.by_rows and chunks >= FEWEST_CHUNKS and not problem.identities else FALLBACK
-    return replace(made, chunks=chunks, transport=transport)
+    made = replace(made, chunks=chunks, transport=transport or DIRECT)
+    return made if transport or (made.is_taken_over and chunks >= FEWEST_CHUNKS) else replace(made, transport=FALLBACK)
 
 
 # ---- in words ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Products by whole rows that a transport takes over, with gradients: columns are sent to rows, multiplied where they lie, and fetched.
+"""Products by whole rows through peer memory, with gradients: columns are sent to rows, multiplied where they lie, and fetched.
 
 Autograd sees one operation. Its backward pass sends dy as the forward pass sends x, and has dx fetched as the result is. Only
 saved rows, and this rank's own columns of dy and dx, are copied. Derivatives of second order take the exchanges that autograd records.
@@ -18,15 +18,9 @@ from torch import Tensor
 from fastkron_py.distributed.failures import check_plain
 from fastkron_py.distributed.plan import Plan
 from fastkron_py.distributed.transport.copies import copy
-from fastkron_py.distributed.transport.transfer import (
-    Channel,
-    RowGroup,
-    Rows,
-    RowsUnderWay,
-    Work,
-    ready_now,
-    wave,
-)
+from fastkron_py.distributed.transport.peer_memory import Chunk, Rows
+from fastkron_py.distributed.transport.slots import Slots
+from fastkron_py.distributed.transport.transfer import RowGroup, Work, ready_now, wave
 from fastkron_py.kron.into import gradients_into, multiply_into
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 from fastkron_py.runtime.batching import take
@@ -39,7 +33,7 @@ class WholeRows:
     Attributes:
         plan: by rows.
         row_group: with whom.
-        channel: that takes the chunks over.
+        slots: that the chunks go through.
         alpha: scales the product.
         precision: of local multiplies.
         name: how errors call it.
@@ -48,7 +42,7 @@ class WholeRows:
 
     plan: Plan
     row_group: RowGroup
-    channel: Channel
+    slots: Slots
     alpha: float
     precision: str | None
     name: str
@@ -120,12 +114,12 @@ class WholeRows:
         """
         problem, ready, sizes = self.plan.problem, ready_now(x), self.plan.chunk_rows(len(x))
         inner, outer = (math.prod(sides) for sides in ((problem.outer, problem.inner) if back else (problem.inner, problem.outer)))
-        under_way: list[RowsUnderWay] = []
+        under_way: list[Chunk] = []
 
         def work(i: int, part: Tensor, place: Tensor | None) -> Work:
             text = (f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "") + (", backward pass" if back else "")
             rows = Rows(len(part), inner, outer, x.element_size(), self.name, text, blocks, out is not None)
-            chunk = self.channel.rows(self.row_group, rows)
+            chunk = Chunk(self.row_group, self.slots, rows)
             # The first arrival need not wait for multiplies queued after x was ready.
             chunk.send(part.contiguous(), ready if part.is_contiguous() else None)
             yield

@@ -7,7 +7,6 @@ by a kernel, which takes multiprocessors from multiplies, or row by row, and eac
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -55,7 +54,7 @@ def _in_words(t: Tensor) -> bool:
     return not any([n % many for n in (t.shape[-1], t.storage_offset(), *t.stride()[:-1])])
 
 
-class _Copy(ctypes.Structure):
+class _Parameters(ctypes.Structure):
     """CUDA_MEMCPY2D, as of cuMemcpy2DAsync_v2."""
 
     _fields_ = (
@@ -90,74 +89,66 @@ class _View(NamedTuple):
         return block.as_strided(self.shape, self.strides, block.storage_offset() + self.offset)
 
 
-class Copies:
-    """Copies from parts of one block to parts of another, worked out once for blocks of these layouts, wherever they lie.
+class Copy:
+    """A copy of a matrix in one block to another block, worked out once for blocks of these layouts, wherever they lie.
 
-    The driver copies long runs, a matrix of them in one call: between GPUs by copy engines. Kernels copy short ones.
+    The driver copies long runs, all of them in one call: between GPUs by copy engines. Kernels copy short ones.
 
     Args:
-        to: views ``[rows, q, s]`` of a flat block that begins its memory; a meta tensor does.
-        of: the same of another block, of the same shapes and dtype.
+        to: view ``[rows, columns]`` of a flat block that begins its memory; a meta tensor does.
+        of: the same of another block, of the same shape and dtype.
 
     Example:
-        >>> half = Copies([torch.empty(2, 1, 3, device="meta")], [torch.empty(2, 1, 6, device="meta")[..., :3]])
+        >>> half = Copy(torch.empty(2, 3, device="meta"), torch.empty(2, 6, device="meta")[:, :3])
         >>> y = torch.empty(6)
         >>> half.run(y, torch.arange(12.0))
         >>> y
         tensor([0., 1., 2., 6., 7., 8.])
     """
 
-    def __init__(self, to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
-        pairs = [(a, b) for a, b in zip(to, of, strict=True) if a.numel()]
-        self._views = [tuple([_View(tuple(t.shape), t.stride(), int(t.storage_offset())) for t in pair]) for pair in pairs]
-        self._matrices = [_matrices(*pair) for pair in pairs]
+    def __init__(self, to: Tensor, of: Tensor) -> None:
+        self._is_empty = to.numel() == 0
+        self._views = [_View(tuple(t.shape), t.stride(), int(t.storage_offset())) for t in (to, of)]
+        self._matrix = None if self._is_empty else _matrix(to, of)
 
     def run(self, to: Tensor, of: Tensor, stream: torch.cuda.Stream | None = None) -> None:
         """Copy between flat blocks, on a stream, or on the current one."""
-        function = _engines(to, of)
-        for (there, here), matrices in zip(self._views, self._matrices, strict=True):
-            if function is None or not matrices or not all([_copied(m, to, of, function, stream) for m in matrices]):
-                with nullcontext() if stream is None else torch.cuda.stream(stream):
-                    copy(there.of(to), here.of(of))
+        if self._is_empty or (self._matrix is not None and _copied(self._matrix, to, of, stream)):
+            return
+        there, here = self._views
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            copy(there.of(to), here.of(of))
 
 
-def _engines(to: Tensor, of: Tensor) -> Any:
-    """The driver's function that copies a matrix between blocks; None where there is none, or memory holds other numbers than a tensor."""
+def _copied(matrix: _Parameters, to: Tensor, of: Tensor, stream: torch.cuda.Stream | None) -> bool:
+    """Whether the driver has taken the copy of a matrix whose addresses are those in its blocks.
+
+    It has not if there is none, or if memory holds other numbers than a tensor.
+    """
     if not (to.is_cuda and of.is_cuda) or torch.version.hip is not None or of.is_conj() or of.is_neg():
-        return None
-    return driver_function("cuMemcpy2DAsync_v2")
-
-
-def _copied(matrix: _Copy, to: Tensor, of: Tensor, function: Any, stream: torch.cuda.Stream | None) -> bool:
-    """Whether the driver has taken the copy of a matrix whose addresses are those in its blocks."""
-    placed = _Copy.from_buffer_copy(matrix)
+        return False
+    function = driver_function("cuMemcpy2DAsync_v2")
+    if function is None:
+        return False
+    placed = _Parameters.from_buffer_copy(matrix)
     placed.source += of.data_ptr()
     placed.target += to.data_ptr()
     stream = torch.cuda.current_stream(to.device) if stream is None else stream
     return bool(function(ctypes.byref(placed), ctypes.c_void_p(stream.cuda_stream)) == 0)
 
 
-def _matrices(to: Tensor, of: Tensor) -> list[_Copy]:
-    """``[rows, q, s]`` as the fewest matrices of long runs; none where a kernel copies it."""
+def _matrix(to: Tensor, of: Tensor) -> _Parameters | None:
+    """A matrix of long runs, with addresses from its block's first byte on; None if a kernel copies it, or rows are 2 GiB apart or more."""
     size = of.element_size()
-    at_once = to.is_contiguous() and of.is_contiguous()
-    if not at_once and (of.shape[-1] * size < RUN_BYTES or of.stride(-1) != 1 or to.stride(-1) != 1):
-        return []
-    if at_once:
-        to, of = to.reshape(1, 1, -1), of.reshape(1, 1, -1)
-    outer = int(to.shape[1] < to.shape[0])
-    found = [_matrix(*pair) for pair in zip(to.unbind(outer), of.unbind(outer), strict=True)]
-    return [] if None in found else [m for m in found if m is not None]
-
-
-def _matrix(to: Tensor, of: Tensor) -> _Copy | None:
-    """``[rows, columns]``, with addresses from its block's first byte on; None where rows are 2 GiB apart or more."""
+    if to.is_contiguous() and of.is_contiguous():
+        to, of = to.reshape(1, -1), of.reshape(1, -1)
+    elif of.shape[1] * size < RUN_BYTES or of.stride(1) != 1 or to.stride(1) != 1:
+        return None
     height, width = of.shape
-    size = of.element_size()
     pitches = [t.stride(0) * size if height > 1 else width * size for t in (of, to)]
     if min(pitches) < width * size or max(pitches) > _MOST_PITCH:
         return None
-    return _Copy(
+    return _Parameters(
         source_type=_UNIFIED,
         source=int(of.storage_offset()) * size,
         source_pitch=pitches[0],

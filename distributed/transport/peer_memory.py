@@ -1,11 +1,10 @@
-"""Peer memory: GPUs of one host push parts into slots of their peers, and pull products from there, in place of an all-to-all.
+"""Peer memory: GPUs of one host push columns into slots of their peers, and pull products from there, in place of two all-to-alls.
 
-*Push* is for any exchange: every part is stored in a slot of the rank that it is for, which copies it to where it belongs.
-
-*Pull* is for products by whole rows. A rank's part of the rows comes in columns: its own, which stay where they are in x, and those that
+It is for products by whole rows. A rank's part of the rows comes in columns: its own, which stay where they are in x, and those that
 peers push into a slot of its. The product goes to the result where it is this rank's, and to another slot where it is a peer's, who pulls
 it into its result. So every column crosses a link once each way and is copied nowhere else, where the product can read and write columns
-in blocks (`kron.kernels.blocks`). Where it cannot, slots hold whole rows, and a rank's own rows are copied too.
+in blocks (`kron.kernels.blocks`). Where it cannot, slots hold whole rows, and a rank's own rows are copied too. All other exchanges are
+packed.
 """
 
 from __future__ import annotations
@@ -16,21 +15,23 @@ from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.failures import stage
-from fastkron_py.distributed.grid import ProcessGrid
-from fastkron_py.distributed.layout import Leg, Offsets, chunk_offsets, even_offsets
+from fastkron_py.distributed.layout import Offsets, chunk_offsets, even_offsets
 from fastkron_py.distributed.plan import DIRECT
-from fastkron_py.distributed.transport.copies import Copies
-from fastkron_py.distributed.transport.slots import SLOTS, Slots, open_slots
-from fastkron_py.distributed.transport.transfer import Channel, Multiply, RowGroup, Rows, Transfer, Transport, at_source, at_target, landed
+from fastkron_py.distributed.transport.copies import Copy
+from fastkron_py.distributed.transport.packed import Packed
+from fastkron_py.distributed.transport.slots import SLOTS, Slots
+from fastkron_py.distributed.transport.transfer import RowGroup
 from fastkron_py.distributed.watch import note
-from fastkron_py.kron.planner import InBlocks
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
+
+Multiply = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+"""Multiplies blocks of columns of a rank's rows, and writes blocks of the product: each side one block, or one for each rank."""
 
 
-class PeerMemory(Transport):
+class PeerMemory(Packed):
     """Between GPUs of one host, through a few slots on each."""
 
     name = DIRECT
@@ -38,115 +39,29 @@ class PeerMemory(Transport):
     multiplies = True
     slots = SLOTS
 
-    def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
-        """Slots, made when they are first asked for; in a graph those that a call before it has made."""
-        slots = open_slots(grid, group, row_groups, size)
-        return None if slots is None else PeerChannel(slots)
 
-
-class PeerChannel(Channel):
-    """The slots of a row group's ranks."""
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-
-    def send(self, transfer: Transfer, local: Tensor) -> Pushed | None:
-        """Begin to push a block's parts into a slot of each peer; None where slots are too small, or taken."""
-        slots, row_group, leg, dtype = self._slots, transfer.row_group, transfer.leg, local.dtype
-        taken = slots.take(_most(leg) * dtype.itemsize)
-        if taken is None:
-            return None
-        (slot,), me, block, ready = taken, row_group.position, transfer.into, transfer.ready
-        if ready is None and block is None:
-            block = local.new_empty(transfer.size)
-
-        def push(peer: int, stream: torch.cuda.Stream) -> None:
-            sent(leg, me, peer, dtype).run(slots.block(slot, peer, leg.gets(peer), dtype), local, stream)
-
-        def own(stream: torch.cuda.Stream) -> None:
-            if ready is None and block is not None:
-                sent(leg, me, me, dtype).run(block, local, stream)
-
-        with transfer.stage(local):
-            done = slots.exchange(slot, (local,) if block is None else (local, block), row_group.others, push, own=own, ready=ready)
-        return Pushed(slots, slot, done, dtype, block, None if ready is None else local)
-
-    def holds_rows(self, size: int) -> bool:
-        """Whether slots are large enough, and free."""
-        return self._slots.holds(size)
-
-    def rows(self, row_group: RowGroup, rows: Rows) -> Chunk:
-        """A chunk, ready to be sent: a wave of chunks finds free slots."""
-        layouts = _layouts(rows.rows, rows.inner, rows.outer, row_group.size, rows.blocks)
-        used = layouts[: 1 + rows.returns]
-        slots = self._slots.take(max([layout.most for layout in used]) * rows.itemsize, len(used))
-        if slots is None:
-            raise RuntimeError("expected free slots for a chunk of rows")
-        return Chunk(row_group, self._slots, layouts, slots, rows)
-
-
-class Pushed(NamedTuple):
-    """Parts under way into a slot of this rank, complete after an event.
+class Rows(NamedTuple):
+    """A chunk of a product by whole rows.
 
     Attributes:
-        slots: of this rank.
-        slot: the one.
-        done: the event.
-        dtype: of the elements.
-        block: where they belong, if that is known; with this rank's own part after the event, if that is not left.
-        own: a tensor with this rank's part, where that is left: copies that do not wait for earlier work of the current stream must not
-            write to memory that this work may use.
+        rows: of all ranks of a row group together.
+        inner: columns of x.
+        outer: columns of the product.
+        itemsize: bytes of an element.
+        name: of the product, in errors.
+        chunk: of the rows, in errors.
+        blocks: which sides of the multiply are in blocks of columns, one for each rank; the same on every rank.
+        returns: whether the product goes back to columns.
     """
 
-    slots: Slots
-    slot: int
-    done: torch.cuda.Event
-    dtype: torch.dtype
-    block: Tensor | None
-    own: Tensor | None
-
-    def receive(self, transfer: Transfer, out: Tensor | None) -> Tensor:
-        """The block, with the peers' parts copied from the slot."""
-        row_group, leg = transfer.row_group, transfer.leg
-        me = row_group.position
-        arrived = self.slots.block(self.slot, me, transfer.size, self.dtype)
-        block = out if self.block is None else self.block
-        block = torch.empty_like(arrived) if block is None else block
-        if self.own is not None:
-            sent(leg, me, me, self.dtype).run(block, self.own)
-        self.done.wait()  # the current stream, not the host
-        note(transfer.stage_text(arrived), arrived.device)
-        for peer in row_group.others:
-            unpacked(leg, peer, me, self.dtype).run(block, arrived)
-        self.slots.release(self.slot)
-        return landed(block, out)
-
-
-@lru_cache(maxsize=4096)
-def _most(leg: Leg) -> int:
-    """Elements of the rank that gets most."""
-    return max([leg.gets(rank) for rank in range(leg.exchange.ranks)])
-
-
-@lru_cache(maxsize=4096)
-def sent(leg: Leg, sender: int, receiver: int, dtype: torch.dtype) -> Copies:
-    """From a sender's block to the receiver's, or to a slot that is laid out like it."""
-    return Copies(_parts(leg, sender, receiver, dtype, True), _parts(leg, sender, receiver, dtype, False))
-
-
-@lru_cache(maxsize=4096)
-def unpacked(leg: Leg, sender: int, receiver: int, dtype: torch.dtype) -> Copies:
-    """A sender's parts, from the receiver's slot to the receiver's block."""
-    parts = _parts(leg, sender, receiver, dtype, True)
-    return Copies(parts, parts)
-
-
-def _parts(leg: Leg, sender: int, receiver: int, dtype: torch.dtype, arrived: bool) -> list[Tensor]:
-    """Views of all that one rank sends another: in the sender's block, or in the receiver's once it has arrived."""
-    rectangles = leg.exchange.rectangles(*((receiver, sender) if leg.back else (sender, receiver)))
-    place, rank = at_source if arrived == leg.back else at_target, receiver if arrived else sender
-    block = torch.empty(leg.gets(rank) if arrived else leg.held(rank), dtype=dtype, device="meta")
-    return [place(leg.exchange, block, leg.rows, rank, r) for r in rectangles]
+    rows: int
+    inner: int
+    outer: int
+    itemsize: int
+    name: str
+    chunk: str
+    blocks: InBlocks = IN_WHOLE
+    returns: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,21 +110,23 @@ def _layouts(rows: int, inner: int, outer: int, size: int, blocks: InBlocks) -> 
 
 
 @lru_cache(maxsize=4096)
-def _columns(layout: Layout, rank: int, peer: int, dtype: torch.dtype, back: bool) -> Copies:
+def _columns(layout: Layout, rank: int, peer: int, dtype: torch.dtype, back: bool) -> Copy:
     """From a peer's columns ``[rows, columns]`` of all rows to a rank's slot; or back."""
     columns = torch.empty(layout.rows[-1], layout.columns[peer + 1] - layout.columns[peer], dtype=dtype, device="meta")
-    own = columns[layout.rows[rank] : layout.rows[rank + 1], None]
-    slot = layout.block(torch.empty(layout.elements(rank), dtype=dtype, device="meta"), rank, peer)[:, None]
-    return Copies([own], [slot]) if back else Copies([slot], [own])
+    own = columns[layout.rows[rank] : layout.rows[rank + 1]]
+    slot = layout.block(torch.empty(layout.elements(rank), dtype=dtype, device="meta"), rank, peer)
+    return Copy(own, slot) if back else Copy(slot, own)
 
 
 class Chunk:
     """Rows on their way: `send`, then `multiply`, which has the product pulled, then `finish`."""
 
-    def __init__(self, row_group: RowGroup, slots: Slots, layouts: tuple[Layout, Layout], taken: Sequence[int], rows: Rows) -> None:
-        """Rows with slots for the operand and for the product, in these layouts."""
+    def __init__(self, row_group: RowGroup, slots: Slots, rows: Rows) -> None:
+        """Rows with slots for the operand and, if it returns, for the product: a wave of chunks finds free ones."""
         self._row_group, self._slots, self._rows = row_group, slots, rows
-        self._there, self._back = layouts
+        layouts = self._there, self._back = _layouts(rows.rows, rows.inner, rows.outer, row_group.size, rows.blocks)
+        used = layouts[: 1 + rows.returns]
+        taken = slots.take(max([layout.most for layout in used]) * rows.itemsize, len(used))
         self._operand, self._product = taken[0], taken[-1]
         self._done: torch.cuda.Event | None = None  # after which this rank has pulled everything
 

@@ -74,11 +74,15 @@ class Slots:
         """Whether all slots are free, and large enough for transfers of at most this size a rank, in bytes."""
         return size <= self.slot_bytes and not any(self._taken)
 
-    def take(self, size: int, count: int = 1) -> tuple[int, ...] | None:
-        """Slots for a transfer of at most this size a rank, in bytes; None if too few are free. The same answer on every rank."""
+    def take(self, size: int, count: int) -> tuple[int, ...]:
+        """Slots for a transfer of at most this size a rank, in bytes. The same ones on every rank.
+
+        Raises:
+            RuntimeError: they are too small, or too few are free.
+        """
         slots = tuple([(self._next + i) % SLOTS for i in range(count)])
         if size > self.slot_bytes or any([self._taken[slot] for slot in slots]):
-            return None
+            raise RuntimeError("expected free slots for a chunk of rows")
         self._next = (self._next + count) % SLOTS
         for slot in slots:
             self._taken[slot] = True

@@ -8,19 +8,18 @@ that ties the two together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.failures import check_plain, rank_text, stage
-from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.layout import Exchange, Leg, Rectangle
-from fastkron_py.distributed.plan import FALLBACK, TRANSPORTS, TransportModel
+from fastkron_py.distributed.plan import TRANSPORTS, TransportModel
 from fastkron_py.distributed.watch import note
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
@@ -28,9 +27,6 @@ LAG: Final = 2
 """Ticks from one step of a chunk to its next."""
 
 Work = Generator[None, None, None]
-Place = Callable[[Tensor], Tensor]
-Multiply = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-"""Multiplies blocks of columns of a rank's rows, and writes blocks of the product: each side one block, or one for each rank."""
 
 
 class Arrival(Protocol):
@@ -44,58 +40,19 @@ class Arrival(Protocol):
         """
 
 
-class RowsUnderWay(Protocol):
-    """A chunk of a product by whole rows, from columns of its operand to columns of its result."""
+class Transport(TransportModel):
+    """One way for blocks to go from rank to rank: what plans know of it, and how it sends.
 
-    def send(self, x: Tensor, ready: torch.cuda.Event | None) -> None:
-        """Begin to send columns ``x [rows, columns]``, which can be read after an event (None: after all that is queued)."""
+    A new one is a file with a subclass, and a line in `fastkron_py.distributed.transport`.
+    """
 
-    def multiply(self, multiply: Multiply, out: Tensor | None) -> None:
-        """Have this rank's rows multiplied, and begin to send the product to every rank's ``out [rows, columns]``; None: it stays."""
-
-    def finish(self) -> None:
-        """Wait until this rank's columns of the product are complete."""
-
-
-class Channel:
-    """A transport between the ranks of one row group. Its answers are the same on every rank."""
-
-    def send(self, transfer: Transfer, local: Tensor) -> Arrival | None:
-        """Begin to send this rank's block, flat and contiguous; None where the channel cannot carry the transfer.
+    def send(self, transfer: Transfer, local: Tensor) -> Arrival:
+        """Begin to send this rank's block, flat and contiguous.
 
         Raises:
             CollectiveError: the exchange cannot begin; names the stage.
         """
         raise NotImplementedError
-
-    def holds_rows(self, size: int) -> bool:
-        """Whether it takes over products by whole rows, in chunks that bring a rank this number of bytes at most."""
-        return False
-
-    def rows(self, row_group: RowGroup, rows: Rows) -> RowsUnderWay:
-        """Take over a chunk of a product by whole rows."""
-        raise NotImplementedError
-
-
-class Transport(TransportModel, Channel):
-    """One way for blocks to go from rank to rank: what plans know of it, and how it sends, as its own channel by default.
-
-    A new one is a file with a subclass, and a line in `fastkron_py.distributed.transport`.
-    """
-
-    def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
-        """The channel of one product. Collective over the grid.
-
-        Args:
-            grid: all its ranks make this call.
-            group: of this rank's row group.
-            row_groups: all of the grid, as ranks in it.
-            size: the most bytes that the exchange of a chunk brings a rank; the same on every rank.
-
-        Returns:
-            The channel; on every rank None where there can be none: parts are packed then.
-        """
-        return self
 
 
 def transport_of(name: str) -> Transport:
@@ -111,14 +68,14 @@ class RowGroup:
         group: of these ranks.
         size: their number.
         position: of this rank.
-        channel: of the plan's transport; None where there is none, and parts are packed.
+        transport: of the plan.
         blocks: how products of whole rows read and write columns; the same on every rank.
     """
 
     group: dist.ProcessGroup
     size: int
     position: int
-    channel: Channel | None = None
+    transport: Transport
     blocks: InBlocks = IN_WHOLE
 
     @cached_property
@@ -141,30 +98,6 @@ def _stage_text(label: str, size: int, ranks: tuple[int, ...]) -> str:
     return f"{label}: exchange of {size / 1e6:.3g} MB with {rank_text(ranks)}"
 
 
-class Rows(NamedTuple):
-    """A chunk of a product by whole rows.
-
-    Attributes:
-        rows: of all ranks of a row group together.
-        inner: columns of x.
-        outer: columns of the product.
-        itemsize: bytes of an element.
-        name: of the product, in errors.
-        chunk: of the rows, in errors.
-        blocks: which sides of the multiply are in blocks of columns, one for each rank; the same on every rank.
-        returns: whether the product goes back to columns.
-    """
-
-    rows: int
-    inner: int
-    outer: int
-    itemsize: int
-    name: str
-    chunk: str
-    blocks: InBlocks = IN_WHOLE
-    returns: bool = True
-
-
 @dataclass
 class Transfer:
     """One exchange of some rows: its elements, and its pending data. Blocks are flat and contiguous.
@@ -176,8 +109,6 @@ class Transfer:
         label: how errors call it.
         back: it goes from the exchange's target to its source.
         into: where the block shall be afterwards, if that is known when it is sent.
-        place_of_gradient: where the derivative shall bring the block's gradient, as a function of a tensor like it; None for new memory.
-        ready: an event after which a contiguous block can be read; None for all that the current stream has been given.
     """
 
     exchange: Exchange
@@ -186,17 +117,14 @@ class Transfer:
     label: str
     back: bool = False
     into: Tensor | None = None
-    place_of_gradient: Place | None = None
-    ready: torch.cuda.Event | None = None
     arrival: Arrival | None = None  # pending data
     derivative: Transfer | None = None  # the latest one
     after: tuple[Transfer, Tensor] | None = None  # a transfer to begin, with its block, once this one is received
     text: str = ""  # the stage in errors, once it is known
 
-    def reverse(self, like: Tensor) -> Transfer:
-        """The same elements on their way back, of a tensor's dtype and device."""
-        into = self.place_of_gradient(like) if self.place_of_gradient is not None and not torch.is_grad_enabled() else None
-        self.derivative = Transfer(self.exchange, self.row_group, self.rows, f"{self.label}, backward pass", not self.back, into)
+    def reverse(self) -> Transfer:
+        """The same elements on their way back."""
+        self.derivative = Transfer(self.exchange, self.row_group, self.rows, f"{self.label}, backward pass", not self.back)
         return self.derivative
 
     @cached_property
@@ -219,21 +147,17 @@ class Transfer:
         return self.exchange.sizes(self.row_group.position, outgoing != self.back)
 
     def send(self, local: Tensor) -> None:
-        """Begin to send a block: by the row group's channel, or packed where it cannot."""
+        """Begin to send a block, by the plan's transport."""
         check_plain(self.label, [local])
-        if not local.is_contiguous() or local.is_conj() or local.is_neg():  # exchanges read memory
-            local, self.ready = local.resolve_conj().resolve_neg().contiguous(), None
-        channel = self.row_group.channel
-        self.arrival = channel.send(self, local) if channel is not None and self.moves else None
-        if self.arrival is None:
-            self.arrival = transport_of(FALLBACK).send(self, local)
+        # Exchanges read memory.
+        self.arrival = self.row_group.transport.send(self, local.resolve_conj().resolve_neg().contiguous())
 
     def receive(self, out: Tensor | None = None) -> Tensor:
         """Wait for the parts and put them in place, in out or where they are."""
         if self.arrival is None:
             raise RuntimeError("a transfer is received once, after it was sent")
         found = self.arrival.receive(self, out)
-        self.arrival = self.into = self.ready = None
+        self.arrival = self.into = None
         if self.after is not None:
             (later, block), self.after = self.after, None
             later.send(block)
@@ -261,13 +185,6 @@ class Transfer:
 def ready_now(t: Tensor) -> torch.cuda.Event | None:
     """An event after which a tensor's present contents can be read, whatever the current stream is given later; None on CPUs."""
     return torch.cuda.current_stream(t.get_device()).record_event() if t.is_cuda else None
-
-
-def landed(arrived: Tensor, out: Tensor | None) -> Tensor:
-    """A block whose parts have arrived in order, in out where it is given."""
-    if out is None or out.data_ptr() == arrived.data_ptr():
-        return arrived if out is None else out
-    return out.copy_(arrived)
 
 
 def at_source(exchange: Exchange, local: Tensor, rows: int, me: int, r: Rectangle) -> Tensor:
@@ -308,7 +225,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         blocks = gradient.split([t.size for t in ctx.transfers])
         # The last first: the backward pass waits for the chunks in that order.
-        backwards = [(t.reverse(block), block) for block, t in reversed(list(zip(blocks, ctx.transfers, strict=True)))]
+        backwards = [(t.reverse(), block) for t, block in reversed(list(zip(ctx.transfers, blocks, strict=True)))]
         if torch.is_grad_enabled():
             return None, *[start(block, back) for back, block in backwards][::-1]
         _send_in_turn(backwards)
@@ -318,11 +235,8 @@ class _Finish(torch.autograd.Function):
 def _send_in_turn(transfers: Sequence[tuple[Transfer, Tensor]]) -> None:
     """Begin the first `LAG` transfers of blocks; the others begin one by one, each when the one `LAG` places before it is received.
 
-    So a backward pass has as few under way as a forward pass: they find slots, and need memory for a few chunks.
+    So a backward pass has as few under way as a forward pass, and needs memory for a few chunks.
     """
-    ready = ready_now(transfers[0][1])
-    for transfer, _ in transfers[LAG:]:
-        transfer.ready = ready
     for (earlier, _), later in zip(transfers, transfers[LAG:], strict=False):
         earlier.after = later
     for transfer, block in transfers[:LAG]:

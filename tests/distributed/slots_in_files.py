@@ -23,9 +23,9 @@ class Files(Slots):
         self._slots[dist.get_rank(group)].fill_(255)  # NaN
         dist.barrier(group)
 
-    def take(self, size, count=1):
-        found = super().take(size, count)
-        self.stored, self.refused = self.stored + (found is not None), self.refused + (found is None)
+    def holds(self, size):
+        found = super().holds(size)
+        self.stored, self.refused = self.stored + found, self.refused + (not found)
         return found
 
     def block(self, slot, peer, elements, dtype):

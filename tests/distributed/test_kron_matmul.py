@@ -291,7 +291,7 @@ def direct_stores(shape, left, folder, smaller, part):
             own = with_identities(sizes, tensors[1:])
             expected = single(whole[0], with_identities(sizes, whole[1:]), left)
             expected.square().sum().backward()
-            with mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files):
+            with mock.patch("fastkron_py.distributed.api.open_slots", files):
                 with torch.no_grad():
                     assert torch.equal(multiply(tensors[0], own, left, grid=grid, plan=how), block(expected, grid))
                 y = multiply(tensors[0], own, left, grid=grid, plan=how)
@@ -308,9 +308,9 @@ def direct_stores(shape, left, folder, smaller, part):
 @pytest.mark.parametrize(("shape", "left"), [((1, 4), False), ((2, 2), True)])
 @pytest.mark.parametrize("part", range(2))
 def test_direct_stores(own_ranks: RankPool, part: int, shape: tuple[int, int], left: bool, smaller: int, tmp_path: Path) -> None:
-    """The same results where slots are taken, also by backward passes, and where they are too small and the all-to-all steps in."""
+    """The same results through slots, and where they are too small and the all-to-all steps in."""
     for stored, refused in own_ranks.run(direct_stores, shape, left, str(tmp_path), smaller, part):
-        assert stored > 10
+        assert (stored > 5) == (smaller == 1)
         assert (refused > 0) == (smaller > 1)
 
 
@@ -321,7 +321,7 @@ def direct_uneven(folder):
     rows = slice(0, 9) if grid.row == 0 else slice(9, 11)
     columns = grid.block((1, 12))[1]
     how = plan(problem(11, ((4, 3), (3, 5))), grid.shape, stages="rows", chunks=2, transport="peer memory")
-    with mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files):
+    with mock.patch("fastkron_py.distributed.api.open_slots", files):
         y = kron_matmul(x[rows, columns].contiguous(), factors, grid=grid, plan=how)
     assert torch.equal(y, single(x, factors)[rows, grid.block((1, 15))[1]])
 
@@ -341,7 +341,7 @@ def direct_gradients(dtype, folder):
     wide = [t.double().requires_grad_() for t in (x, *factors)]
     expected_y = reference.kron_matmul(wide[0], wide[1:], alpha=-0.5)
     expected = torch.autograd.grad(expected_y, wide, torch.full_like(expected_y, 0.75))
-    with mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files):
+    with mock.patch("fastkron_py.distributed.api.open_slots", files):
         for needs in ((True, False, False, False), (False, True, True, True), (False, False, True, False), (True, False, True, False)):
             own = [block(x, grid).clone(), *[f.clone() for f in factors]]
             wanted = [t.requires_grad_() for t, need in zip(own, needs, strict=True) if need]

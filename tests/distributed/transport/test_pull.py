@@ -22,13 +22,13 @@ import torch.distributed._symmetric_memory  # torch 2.11 does not import it by i
 from torch import Tensor
 
 from fastkron_py.distributed import whole_rows
-from fastkron_py.distributed.layout import by_rows, chunk_offsets
-from fastkron_py.distributed.transport import copies, flags, peer_memory, transfer
-from fastkron_py.distributed.transport.peer_memory import PeerChannel
+from fastkron_py.distributed.layout import chunk_offsets
+from fastkron_py.distributed.transport import copies, flags
+from fastkron_py.distributed.transport.packed import PACKED
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
-from fastkron_py.distributed.transport.transfer import RowGroup, Transfer, wave
+from fastkron_py.distributed.transport.transfer import RowGroup
 from fastkron_py.distributed.whole_rows import WholeRows
-from fastkron_py.kron.planner import IN_WHOLE, InBlocks
+from fastkron_py.kron.planner import InBlocks
 
 
 class Stream:
@@ -140,12 +140,6 @@ class World:
     def copy(self, to: Tensor, of: Tensor) -> None:
         self.current.add(lambda: to.copy_(of))
 
-    def landed(self, block: Tensor, out: Tensor | None) -> Tensor:
-        if out is None or out is block:
-            return block
-        self.copy(out, block)
-        return out
-
     def flag_operations(self, stream: ctypes.c_void_p, count: int, operations: Any, options: int) -> int:
         """Stands for cuStreamBatchMemOp, on the memory of buffers."""
         for operation in operations[:count]:
@@ -187,12 +181,10 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
         mock.patch("torch.distributed._symmetric_memory", symmetric),
         mock.patch.object(flags, "driver_function", return_value=world.flag_operations),
         mock.patch.object(Tensor, "record_stream", nothing),
-        mock.patch.object(peer_memory, "landed", world.landed),
         mock.patch.multiple(whole_rows, multiply_into=world.multiply, gradients_into=world.gradients, copy=world.copy),
         mock.patch.multiple(whole_rows, ready_now=lambda _: world.current.record_event()),
         mock.patch.object(torch, "_foreach_add_", world.add),
         mock.patch.object(copies, "copy", world.copy),
-        mock.patch.object(transfer, "ready_now", side_effect=lambda _: world.current.record_event()),
     ):
         for world.rank in range(size):
             world.mains.append(Stream(world))
@@ -202,19 +194,13 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
         yield world
 
 
-def row_group_of(world: World, size: int, blocks: InBlocks = IN_WHOLE) -> RowGroup:
-    """Of the rank that is current."""
-    world.current = world.mains[world.rank]
-    row_group = RowGroup(mock.Mock(), size, world.rank, PeerChannel(world.slots[world.rank]), blocks)
-    row_group.__dict__["ranks"] = tuple(range(size))  # which torch would be asked for
-    return row_group
-
-
 def product_of(world: World, size: int, sizes: list[int], columns: int, blocks: InBlocks) -> WholeRows:
     """Of the rank that is current."""
+    world.current = world.mains[world.rank]
     planned = mock.Mock(chunk_rows=lambda _: sizes, problem=mock.Mock(inner=(columns,), outer=(columns,)))
-    row_group = row_group_of(world, size, blocks)
-    return WholeRows(planned, row_group, row_group.channel, 1.0, None, "product", mock.Mock())  # type: ignore[arg-type]
+    row_group = RowGroup(mock.Mock(), size, world.rank, PACKED, blocks)
+    row_group.__dict__["ranks"] = tuple(range(size))  # which torch would be asked for
+    return WholeRows(planned, row_group, world.slots[world.rank], 1.0, None, "product", mock.Mock())  # type: ignore[arg-type]
 
 
 def written_late(world: World, x: Tensor) -> None:
@@ -252,54 +238,10 @@ def with_gradients(
     return sums
 
 
-def recorded(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], sizes: list[int], columns: int) -> None:
-    """A forward and a backward pass on every rank, as autograd begins them: of x, and of the result's gradient."""
-    for world.rank, ((x, dy), (y, dx)) in enumerate(zip(xs, outs, strict=True)):
-        row_group = row_group_of(world, len(xs))
-        me = world.rank
-        ready, chunks = world.current.record_event(), list[tuple[Transfer, Transfer, Tensor]]()
-
-        def multiply(rows: Tensor) -> None:
-            world.current.add(lambda: rows.mul_(3).add_(1))
-
-        def forward(x: Tensor, y: Tensor, row_group: RowGroup = row_group, ready: Event = ready, chunks: Any = chunks) -> Iterator[None]:
-            there, back = by_rows(len(x), columns, columns, row_group.size)
-            arriving = Transfer(there, row_group, 1, "there", ready=ready)  # type: ignore[arg-type]
-            returning = Transfer(back, row_group, 1, "back", back=True, into=y.view(-1))
-            arriving.send(x.reshape(-1))
-            yield
-            rows = x.new_full((arriving.size,), torch.nan)
-            world.current.add(lambda: rows.fill_(torch.nan))  # earlier work uses this memory
-            arriving.receive(rows)
-            multiply(rows)
-            returning.send(rows)
-            yield
-            returning.receive(y.view(-1))
-            chunks.append((arriving, returning, rows))
-
-        wave([forward(*chunk) for chunk in zip(x.split(sizes), y.split(sizes), strict=True)])
-        world.current.add(lambda x=x: x.fill_(torch.nan))  # type: ignore[misc]
-        backward = list(zip(chunks, dy.split(sizes), dx.split(sizes), strict=True))[::-1]
-        transfer._send_in_turn([(returning.reverse(part), part.reshape(-1)) for (_, returning, _), part, _ in backward])
-        last: list[Transfer] = []
-        for (arriving, returning, rows), _, into in backward:
-            assert returning.derivative is not None
-            returning.derivative.receive(rows)
-            multiply(rows)
-            leaving = arriving.reverse(into)
-            leaving.into = into.view(-1)
-            leaving.send(rows)
-            for earlier in last:
-                earlier.receive(earlier.into)
-            last = [leaving]
-        last[0].receive(last[0].into)
-        assert not any(world.slots[me]._taken)
-
-
-def results(size: int, chunks: int, blocks: InBlocks | None, seed: int, gradients: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """(found, expected) of all ranks' columns; without blocks of a product whose exchanges autograd records, and its gradient."""
+def results(size: int, chunks: int, blocks: InBlocks, seed: int, gradients: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """(found, expected) of all ranks' columns."""
     draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
-    rows, columns = chunks * (2 * size + 1), 2 * size + (0 if blocks is not None and (blocks.reads or blocks.writes) else 1)
+    rows, columns = chunks * (2 * size + 1), 2 * size + (0 if blocks.reads or blocks.writes else 1)
     sizes = [2 * size + 1] * chunks
     wholes = [torch.randn(rows, columns, generator=g, dtype=torch.float64) for _ in range(2)]
     with world_of(size, 3 * columns) as world:
@@ -308,9 +250,7 @@ def results(size: int, chunks: int, blocks: InBlocks | None, seed: int, gradient
         xs = [[whole[:, columns_of].clone() for whole in wholes] for columns_of in own]
         outs = [[torch.full_like(x, torch.nan) for x in of_rank] for of_rank in xs]
         sums: list[list[Tensor]] = []
-        if blocks is None:
-            recorded(world, xs, outs, sizes, columns)
-        elif gradients:
+        if gradients:
             sums = with_gradients(world, xs, outs, sizes, blocks, columns)
         else:
             products(world, xs, outs, sizes, blocks, columns)
@@ -332,13 +272,13 @@ def test_gradients_in_any_order(blocks: InBlocks, draws: int) -> None:
             assert torch.equal(found, expected)
 
 
-WAYS = [InBlocks(True, True), InBlocks(True, False), InBlocks(False, False), None]
+WAYS = [InBlocks(True, True), InBlocks(True, False), InBlocks(False, False)]
 
 
 @pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("blocks", WAYS)
-def test_in_any_order(blocks: InBlocks | None, draws: int) -> None:
-    """More chunks than slots, and a second product, or the backward pass, behind the first."""
+def test_in_any_order(blocks: InBlocks, draws: int) -> None:
+    """More chunks than slots, and a second product behind the first."""
     for size, seed in itertools.product((2, 3, 4), range(draws)):
         for found, expected in results(size, SLOTS + 1, blocks, seed):
             assert torch.equal(found, expected)
