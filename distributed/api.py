@@ -18,7 +18,7 @@ from fastkron_py.distributed.agreement import agree, refuse
 from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid, grid_of_call
 from fastkron_py.distributed.layout import chunk_offsets, way, widths
-from fastkron_py.distributed.pipeline import Pipeline, explained, fit, free_memory
+from fastkron_py.distributed.pipeline import Pipeline, fitting, free_memory
 from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
 from fastkron_py.distributed.plan import plan as make_plan
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, tied
@@ -166,8 +166,7 @@ def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
     if own is not None:
         y = _multiply(call, own, None)
     else:
-        planned = call.plan or _planned(call.problem(m), where.shape, where.device.type)
-        chosen = fit(planned, [sizes[2] for sizes in found], where.ranks)
+        chosen = call.plan or fitting(_planned(call.problem(m), where.shape, where.device.type), [sizes[2] for sizes in found])
         common = [found[rank][3] for rank in row_groups(where, left)[where.col if left else where.row]]
         y = _multiply(call, factors, chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
     if not isinstance(x, DTensor):
@@ -225,10 +224,7 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
         size, groups = chosen.most_elements * x.element_size(), row_groups(grid, call.left)
         slots = open_slots(grid, group, groups, size) if chosen.is_taken_over and not x.is_complex() else None
         row_group = RowGroup(group, call.parts, grid.row if call.left else grid.col, transport_of(chosen.transport), blocks)
-        try:
-            y = _run(Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots), x, call.recompute)
-        except torch.OutOfMemoryError as error:
-            raise explained(error, chosen) from error
+        y = _run(Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots), x, call.recompute)
         if z is not None:
             y = y + beta * z if isinstance(beta, Tensor) else torch.add(y, z, alpha=beta)
     return y.mT.contiguous() if call.left else y
@@ -268,7 +264,6 @@ class Call:
     recompute: bool = False
     reduction: Reduction = "sum"
     left: bool = False
-    scalars: str = ""  # those that an operator was multiplied by or made with
     grid: ProcessGrid = field(init=False)
 
     @property
@@ -318,7 +313,6 @@ class Call:
             "reduction": self.reduction,
             "arguments that need gradients": grads if torch.is_grad_enabled() else [],
             "under a transform of torch.func": transforms_active(),
-            "scalars of the operator": self.scalars,
             **checksums(factors=self.factors, alpha=self.alpha, beta=self.beta),
         }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.distributed.agreement import refuse
-from fastkron_py.distributed.api import Call, multiply, scalar_text, shape_texts
+from fastkron_py.distributed.api import Call, multiply, shape_texts
 from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.grid import ProcessGrid, grid_for
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
@@ -105,7 +105,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         if isinstance(x, GridOperator):
             expected = "a block or a DTensor: a Kronecker sum times an operator is neither a sum nor a product"
             refuse(grid, type_error("x", expected, type_name(x)))
-        return _sum_matmul(self.factors, self.masses or (), x, left, grid, self._reduction, self._scalars)
+        return _sum_matmul(self.factors, self.masses or (), x, left, grid, self._reduction)
 
     def add_diagonal(self, s: Any) -> KroneckerSum:
         """``S + s * I``, or with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as `fastkron_py.KroneckerSum.add_diagonal`.
@@ -113,7 +113,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         Args:
             s: number or 0-dimensional tensor, the same on every rank.
         """
-        return self._like(self._local.add_diagonal(s), f"+ {scalar_text(s)} I")
+        return self._like(self._local.add_diagonal(s))
 
     # ---- exponentials ---------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             ValueError: t is not finite, or the sum has mass matrices.
         """
         made = LocalKroneckerProduct(self._first("expm", lambda s, t: s.expm(t).factors, t))
-        return KroneckerProduct._of(made, self._grid, self._reduction, self._scalars)
+        return KroneckerProduct._of(made, self._grid, self._reduction)
 
     def expm_multiply(self, x: Any, t: Any = 1.0) -> Any:
         """``exp(t * S) @ x``, as `expm` and a product.
@@ -170,7 +170,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         if torch.is_grad_enabled() and any([v.requires_grad for v in values]):
             values = replicate(values, grid.group, grid.device, self._reduction)
         rows = kron_range(values, *GridShare(grid, of_rows=True).bounds(self.shape[0]), torch.add)
-        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), grid, self._reduction, self._scalars))
+        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), grid, self._reduction))
 
     def eigvalsh(self) -> Tensor:
         """The eigenvalues of `eigh`, in the same order: those of this rank's rows."""
@@ -244,12 +244,11 @@ def _sum_matmul(
     left: bool,
     grid: ProcessGrid,
     reduction: Reduction,
-    scalars: str = "",
 ) -> Any:
     """``S @ x``, or with left False ``x @ S``: one term after the other, each added to those before."""
     y = None
     for term in terms(factors, masses):
-        y = multiply(Call(x, term, beta=0.0 if y is None else 1.0, z=y, reduction=reduction, left=left, scalars=scalars), grid)
+        y = multiply(Call(x, term, beta=0.0 if y is None else 1.0, z=y, reduction=reduction, left=left), grid)
     return y
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastkron_py.distributed.agreement import agree
-from fastkron_py.distributed.api import checksums, grid_factors, scalar_text, shape_texts
+from fastkron_py.distributed.api import checksums, grid_factors, shape_texts
 from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.grid import ProcessGrid, refuse_without_grid
 from fastkron_py.distributed.replicated import Reduction, as_first, check_reduction, from_first
@@ -58,7 +57,6 @@ class GridOperator(Generic[Local]):
     _local: Local
     _grid: ProcessGrid
     _reduction: Reduction
-    _scalars: str = ""
 
     def _agree(self, make: Callable[[], Local], grid: ProcessGrid | None, reduction: Reduction) -> None:
         """Take the operator of one rank, once all ranks have made the same one; else all raise the same error. Collective."""
@@ -92,17 +90,18 @@ class GridOperator(Generic[Local]):
         named = [("b", b), *self._named()]
         needs = [name for name, t in named if torch.is_grad_enabled() and isinstance(t, Tensor) and t.requires_grad]
         described = {"call": f"{type(self).__name__}.{call}", "arguments that need gradients": needs}
-        return described | {"scalars of the operator": self._scalars, **options, **checksums(**dict(named[1:]))}
+        numbers = {name: str(value) for name, value in named[1:] if not isinstance(value, Tensor)}
+        return described | numbers | options | checksums(**dict(named[1:]))
 
     def _basis(self, call: str, grid: ProcessGrid, b: Tensor | None = None, **options: Any) -> Basis:
         """Eigenvectors, of the first rank. Collective, and an agreement on the call."""
         return Basis(*from_first(grid, self._compared(call, b, **options), lambda: tuple(eigenbasis(*self._pairs()))))
 
     @classmethod
-    def _of(cls, local: Local, grid: ProcessGrid, reduction: Reduction, scalars: str) -> Self:
-        """From factors that every rank has made equal, with scalars that ranks compare before the next collective."""
+    def _of(cls, local: Local, grid: ProcessGrid, reduction: Reduction) -> Self:
+        """From factors that every rank has made equal."""
         made = cls.__new__(cls)
-        made._local, made._grid, made._reduction, made._scalars = local, grid, reduction, scalars
+        made._local, made._grid, made._reduction = local, grid, reduction
         return made
 
     def _first(self, call: str, compute: Callable[..., Sequence[Any]], *options: Any) -> list[Any]:
@@ -117,7 +116,7 @@ class GridOperator(Generic[Local]):
             return compute(self._local._with(filled(arrays, tensors[:count])), *given)
 
         shown = ["a tensor" if isinstance(o, Tensor) else repr(o) for o in options]
-        compared = {"call": call, "arguments": shown, "scalars of the operator": self._scalars, **checksums(factors=self.factors)}
+        compared = {"call": call, "arguments": shown, **checksums(factors=self.factors)}
         return as_first(self._grid, compared, [*matrices(arrays), *scalars], of)
 
     # ---- properties --------------------------------------------------------------------------
@@ -173,13 +172,8 @@ class GridOperator(Generic[Local]):
 
     # ---- the same operator in another form ----------------------------------------------------
 
-    def _like(self, local: Local, scalars: str = "") -> Self:
-        return self._of(local, self._grid, self._reduction, self._with(scalars))
-
-    def _with(self, scalars: str) -> str:
-        """The scalars that this operator was made with, and more: of those before the last, a checksum."""
-        before = f", after {crc32(self._scalars.encode()):08x}" if self._scalars else ""
-        return scalars + before if scalars else self._scalars
+    def _like(self, local: Local) -> Self:
+        return self._of(local, self._grid, self._reduction)
 
     @property
     def mT(self) -> Self:  # noqa: N802
@@ -223,12 +217,12 @@ class GridOperator(Generic[Local]):
         return self._like(self._local.clone())
 
     def __mul__(self, scalar: Any) -> Self:
-        return self._like(self._local * scalar, f"* {scalar_text(scalar)}")
+        return self._like(self._local * scalar)
 
     __rmul__ = __mul__
 
     def __truediv__(self, scalar: Any) -> Self:
-        return self._like(self._local / scalar, f"/ {scalar_text(scalar)}")
+        return self._like(self._local / scalar)
 
     def __neg__(self) -> Self:
         return self * -1

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.failures import check_plain, rank_text
+from fastkron_py.distributed.failures import check_plain
 from fastkron_py.distributed.layout import Exchange, Stage, by_rows, chunk_offsets, widths
 from fastkron_py.distributed.plan import Plan, plan
 from fastkron_py.distributed.replicated import tied
@@ -184,60 +184,21 @@ def total_memory(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
-def fit(chosen: Plan, free: Sequence[int], ranks: Sequence[int]) -> Plan:
-    """The plan, or the same with more chunks if memory is short. Plain Python, the same on every rank.
+def fitting(chosen: Plan, free: Sequence[int]) -> Plan:
+    """The plan, or one that needs less memory if it is short. Plain Python, the same on every rank.
 
     Args:
         chosen: for a problem whose x is allocated already.
         free: bytes that each rank can allocate, `PLENTY` for enough.
-        ranks: how they are called.
-
-    Returns:
-        A plan of the same grid and stages.
 
     Raises:
-        torch.OutOfMemoryError: no number of chunks is enough; the message states bytes needed, bytes free, and a grid that needs less.
+        torch.OutOfMemoryError: no plan for the grid needs as little as there is.
     """
-    known = [f for f in free if f != PLENTY]
-    if not known or needed(chosen) <= min(known):
+    width = -(-math.prod(chosen.problem.inner) // chosen.parts)
+    memory = min([f for f in free if f != PLENTY], default=chosen.peak_memory) + chosen.rows(0) * width * chosen.problem.dtype.itemsize
+    if chosen.peak_memory <= memory:
         return chosen
-    limit = min(known)
-    least = chosen
-    for candidate in chosen.smaller():
-        if needed(candidate) <= limit:
-            return candidate
-        least = min(least, candidate, key=needed)
-    poor = [r for r, f in zip(ranks, free, strict=True) if f != PLENTY and f < needed(least)]
-    grid = f"{chosen.grid[0]} x {chosen.grid[1]} grid"
-    raise torch.OutOfMemoryError(
-        f"plan: expected {gib(needed(least))} of free memory on each rank beside x, for the result and buffers, with"
-        f" chunks={least.chunks} on a {grid}; got {gib(limit)} on {rank_text(poor)}; {_advice(chosen, limit)}"
-    )
-
-
-def _advice(chosen: Plan, limit: int) -> str:
-    """A grid of as many ranks whose buffers fit, if there is one."""
-    own = chosen.peak_memory - needed(chosen)  # of x
     try:
-        best = plan(chosen.problem, world_size=chosen.world_size, memory=limit + own)
-    except ValueError:
-        return f"no grid of {chosen.world_size} ranks needs less than that: take more ranks, or x in parts"
-    return f"a {best.grid[0]} x {best.grid[1]} grid with chunks={best.chunks} needs {gib(needed(best))}"
-
-
-def explained(error: torch.OutOfMemoryError, chosen: Plan) -> torch.OutOfMemoryError:
-    """Name the purpose of an allocation that failed in spite of the estimate: memory may be fragmented, or used by another process."""
-    more = "a plan with more chunks, or recompute=True," if chosen.problem.gradients else "a plan with more chunks"
-    return torch.OutOfMemoryError(f"{error}\nplan: about {gib(needed(chosen))} beside x were needed; {more} needs less")
-
-
-def needed(chosen: Plan) -> int:
-    """Bytes that a plan allocates on the rank that needs most, without x."""
-    problem = chosen.problem
-    width = -(-math.prod(problem.inner) // chosen.parts)
-    return max(0, chosen.peak_memory - chosen.rows(0) * width * problem.dtype.itemsize)
-
-
-def gib(size: float) -> str:
-    """Bytes in GiB, or MiB."""
-    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
+        return plan(chosen.problem, chosen.grid, memory=memory)
+    except ValueError as error:
+        raise torch.OutOfMemoryError(f"plan: {error}") from None

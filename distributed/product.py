@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.distributed.agreement import agree, refuse
-from fastkron_py.distributed.api import Call, kron_matmul_left, multiply, scalar_text
+from fastkron_py.distributed.api import Call, kron_matmul_left, multiply
 from fastkron_py.distributed.failures import REFUSALS, CollectiveError
 from fastkron_py.distributed.grid import ProcessGrid, grid_for
 from fastkron_py.distributed.operator import GridOperator, checked_arrays, on_one_rank
@@ -79,20 +79,20 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
         """``self (x) other``: an operator of both's factors, on this one's grid and with its reduction."""
-        return self._like(self._local.kron(_local_of(other)), other._scalars)
+        return self._like(self._local.kron(_local_of(other)))
 
     # ---- products -----------------------------------------------------------------------------
 
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, KroneckerProduct):
-            return self._like(self._local @ other._local, other._scalars)
+            return self._like(self._local @ other._local)
         return self._multiply(other, left=True)
 
     def __rmatmul__(self, other: Any) -> Any:
         return self._multiply(other, left=False)
 
     def _multiply(self, x: Any, *, left: bool) -> Any:
-        call = Call(x, self.factors, reduction=self._reduction, left=left, scalars=self._scalars)
+        call = Call(x, self.factors, reduction=self._reduction, left=left)
         return multiply(call, grid_for(x, self._grid))
 
     # ---- numbers, the same on every rank --------------------------------------------------------
@@ -168,7 +168,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             made = self._local.add_diagonal(s)
         except REFUSALS as error:
             refuse(self._grid, error)
-        return KroneckerPlusDiagonal._of(made, self._grid, self._reduction, self._with(f"+ {scalar_text(s)} I"))
+        return KroneckerPlusDiagonal._of(made, self._grid, self._reduction)
 
     # ---- solving --------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         return self._multiply(other, left=False)
 
     def _multiply(self, x: Any, *, left: bool) -> Any:
-        call = Call(x, self.factors, beta=self._shift, z=x, reduction=self._reduction, left=left, scalars=self._scalars)
+        call = Call(x, self.factors, beta=self._shift, z=x, reduction=self._reduction, left=left)
         return multiply(call, grid_for(x, self._grid))
 
     def solve(
@@ -331,7 +331,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
 
     def eigh(self) -> Eigh:
         """Eigenvalues of this rank's rows, and eigenvectors, of Hermitian factors and a real s, as those of `KroneckerProduct.eigh`."""
-        product = KroneckerProduct._of(LocalKroneckerProduct(self.factors), self._grid, self._reduction, self._scalars)
+        product = KroneckerProduct._of(LocalKroneckerProduct(self.factors), self._grid, self._reduction)
         values, vectors = product.eigh()
         s = self._shift
         check_real([torch.as_tensor(s)], "eigh")
