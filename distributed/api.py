@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, Final
 
 import torch
@@ -37,7 +38,6 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocasted
 
 PLANS: Final = 1024  # that are kept
-_WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def kron_matmul(
@@ -332,19 +332,16 @@ def checksums(**given: Any) -> dict[str, str]:
     if os.environ.get("FASTKRON_CHECK", "") in ("", "0"):
         return {}
     named = given | {f"{name}[{i}]": t for name, many in given.items() if isinstance(many, Sequence) for i, t in enumerate(many)}
-    return {f"values of {name}": f"{_checksum(t):016x}" for name, t in named.items() if isinstance(t, Tensor)}
+    return {f"values of {name}": _checksum(t) for name, t in named.items() if isinstance(t, Tensor)}
 
 
 @torch.no_grad()
-def _checksum(t: Tensor) -> int:
-    """64 bits, in which a single element's change always shows. 0 while a graph is captured, which cannot wait for a value."""
+def _checksum(t: Tensor) -> str:
+    """Of a tensor's values. Empty while a graph is captured, which cannot wait for a value."""
     if t.is_cuda and torch.cuda.is_current_stream_capturing():
-        return 0
-    t = t.detach() + 0  # -0.0 is 0.0, and lazy conjugations are carried out
-    flat = (torch.view_as_real(t) if t.is_complex() else t).flatten()
-    words = flat.view(_WORDS[flat.element_size()]).to(torch.int64)
-    odd = (2 * torch.arange(words.numel(), device=t.device) + 1) * -0x61C8864680B583EB  # the golden ratio's bits
-    return int((words * odd).sum()) % 2**64
+        return ""
+    t = (t.detach() + 0).cpu().contiguous().view(-1)  # -0.0 is 0.0, and lazy conjugations are carried out
+    return blake2b(t.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def checked(given: Call, grid: ProcessGrid) -> Call:

@@ -18,7 +18,7 @@ from fastkron_py.distributed.replicated import Reduction, replicate
 from fastkron_py.distributed.solvers import GridShare, GridSystem, as_given, right_hand_block
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
-from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, kron_range, log_of
+from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, kron_range
 from fastkron_py.kron.operators.kronecker_sum import sum_slogdet
 from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import combined
@@ -94,18 +94,11 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
 
     # ---- products -----------------------------------------------------------------------------
 
-    def __matmul__(self, other: Any) -> Any:
-        return self._multiply(other, True)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return self._multiply(other, False)
-
     def _multiply(self, x: Any, left: bool) -> Any:
-        grid = grid_for(x, self._grid)
         if isinstance(x, GridOperator):
             expected = "a block or a DTensor: a Kronecker sum times an operator is neither a sum nor a product"
-            refuse(grid, type_error("x", expected, type_name(x)))
-        return _sum_matmul(self.factors, self.masses or (), x, left, grid, self._reduction)
+            refuse(self._grid, type_error("x", expected, type_name(x)))
+        return _sum_matmul(self.factors, self.masses or (), x, left, grid_for(x, self._grid), self._reduction)
 
     def add_diagonal(self, s: Any) -> KroneckerSum:
         """``S + s * I``, or with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as `fastkron_py.KroneckerSum.add_diagonal`.
@@ -172,11 +165,6 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         rows = kron_range(values, *GridShare(grid, of_rows=True).bounds(self.shape[0]), torch.add)
         return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), grid, self._reduction))
 
-    def eigvalsh(self) -> Tensor:
-        """The eigenvalues of `eigh`, in the same order: those of this rank's rows."""
-        values: Tensor = self.eigh().eigenvalues
-        return values
-
     # ---- solves and determinants ------------------------------------------------------------------
 
     def solve(self, b: Any) -> Any:
@@ -223,18 +211,6 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):
             return SlogDet(*sum_slogdet(factors, masses, basis, share))
-
-    def logdet(self) -> Any:
-        """Log of the determinant, a 0-dimensional tensor: NaN if it is negative, -inf if it is 0, complex for complex factors.
-
-        It has derivatives of the first and of the second order, where eigenvalues are equal too. Being equal on every rank, it counts once.
-
-        Raises:
-            TypeError: as in `slogdet`.
-            ValueError: as in `slogdet`.
-            torch.linalg.LinAlgError: as in `slogdet`.
-        """
-        return log_of(*self.slogdet())
 
 
 def _sum_matmul(

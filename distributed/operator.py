@@ -18,7 +18,7 @@ from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
-from fastkron_py.kron.operators.algebra import matrices
+from fastkron_py.kron.operators.algebra import Eigh, SlogDet, log_of, matrices
 from fastkron_py.kron.operators.lazy import DENSE_LIMIT
 from fastkron_py.kron.operators.pencil import Basis, eigenbasis
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
@@ -226,6 +226,37 @@ class GridOperator(Generic[Local]):
 
     def __neg__(self) -> Self:
         return self * -1
+
+    def _multiply(self, x: Any, left: bool) -> Any:
+        """The product with a block, a DTensor or, where there is one, an operator; to its left or to its right."""
+        raise NotImplementedError
+
+    def __matmul__(self, other: Any) -> Any:
+        return self._multiply(other, True)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return self._multiply(other, False)
+
+    def eigh(self) -> Eigh:
+        """The eigenvalues of this rank's rows, and the eigenvectors."""
+        raise NotImplementedError
+
+    def eigvalsh(self) -> Tensor:
+        """The eigenvalues of `eigh`, in the same order: those of this rank's rows."""
+        values: Tensor = self.eigh().eigenvalues
+        return values
+
+    def slogdet(self) -> SlogDet:
+        """Sign of the determinant, and log of its absolute value."""
+        raise NotImplementedError
+
+    def logdet(self) -> Any:
+        """Log of the determinant, a 0-dimensional tensor: NaN if it is negative, -inf if it is 0, complex for complex factors.
+
+        It has derivatives of the first and of the second order, where eigenvalues are equal too. Being equal on every rank, it counts once.
+        Errors are those of `slogdet`.
+        """
+        return log_of(*self.slogdet())
 
     def trace(self) -> Any:
         """The sum of the diagonal."""

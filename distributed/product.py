@@ -19,7 +19,7 @@ from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, as
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
-from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, kron_range, log_of, matrices, per_factor
+from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, kron_range, matrices, per_factor
 from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, combined
@@ -83,15 +83,9 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     # ---- products -----------------------------------------------------------------------------
 
-    def __matmul__(self, other: Any) -> Any:
-        if isinstance(other, KroneckerProduct):
-            return self._like(self._local @ other._local)
-        return self._multiply(other, left=True)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return self._multiply(other, left=False)
-
-    def _multiply(self, x: Any, *, left: bool) -> Any:
+    def _multiply(self, x: Any, left: bool) -> Any:
+        if isinstance(x, KroneckerProduct):
+            return self._like(self._local @ x._local if left else x._local @ self._local)
         call = Call(x, self.factors, reduction=self._reduction, left=left)
         return multiply(call, grid_for(x, self._grid))
 
@@ -108,10 +102,6 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
     def norm(self, ord: Any = "fro") -> Any:
         """A matrix norm: ``"fro"``, ``"nuc"``, 2, 1 or inf."""
         return self._first("norm", lambda k, ord: [k.norm(ord)], ord)[0]
-
-    def logdet(self) -> Any:
-        """Log of the determinant: NaN if it is negative, -inf if it is 0, complex for complex factors."""
-        return self._first("logdet", lambda k: [k.logdet()])[0]
 
     def eigh(self) -> Eigh:
         """Eigenvalues and eigenvectors of Hermitian factors: ``K = V @ diag(values) @ V.mH``, as `fastkron_py.KroneckerProduct.eigh`.
@@ -136,11 +126,6 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             values = replicate(values, grid.group, grid.device, self._reduction)
         rows = kron_range(filled(self.factors, values), *share.bounds(self.shape[0]))
         return Eigh(rows, self._like(LocalKroneckerProduct(filled(self.factors, vectors))))
-
-    def eigvalsh(self) -> Tensor:
-        """The eigenvalues of `eigh`, in the same order: those of this rank's rows."""
-        values: Tensor = self.eigh().eigenvalues
-        return values
 
     # ---- sums with a diagonal -------------------------------------------------------------------
 
@@ -238,13 +223,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         values = [basis.values[0].new_ones(f) if is_identity(f) else next(of_matrices) for f in self.factors]
         return combined(values, False, shifted.shift.detach(), share)
 
-    def __matmul__(self, other: Any) -> Any:
-        return self._multiply(other, left=True)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return self._multiply(other, left=False)
-
-    def _multiply(self, x: Any, *, left: bool) -> Any:
+    def _multiply(self, x: Any, left: bool) -> Any:
         call = Call(x, self.factors, beta=self._shift, z=x, reduction=self._reduction, left=left)
         return multiply(call, grid_for(x, self._grid))
 
@@ -339,11 +318,6 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             (s,) = replicate([s], self._grid.group, self._grid.device, self._reduction)
         return Eigh(values + (s.real if isinstance(s, Tensor | complex) else s), vectors)
 
-    def eigvalsh(self) -> Tensor:
-        """The eigenvalues of `eigh`, in the same order: those of this rank's rows."""
-        values: Tensor = self.eigh().eigenvalues
-        return values
-
     def _note(self, found: Convergence) -> None:
         self.convergence = found
 
@@ -358,16 +332,6 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):
             return SlogDet(*slogdet(shifted, basis, share))
-
-    def logdet(self) -> Any:
-        """Log of the determinant, a 0-dimensional tensor: NaN if it is negative, -inf if it is 0, complex for complex factors.
-
-        It has derivatives of the first and of the second order, where eigenvalues are equal too. Being equal on every rank, it counts once.
-
-        Raises:
-            TypeError: as in `slogdet`.
-        """
-        return log_of(*self.slogdet())
 
 
 @dataclass(frozen=True)
