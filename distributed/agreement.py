@@ -49,7 +49,7 @@ class Control:
         number: of the private grid that it is for, among all grids of these ranks; 0 for the one that the others share.
     """
 
-    layout: tuple[str, ...] = ()  # of no grid
+    layout = ""  # of no grid
 
     def __init__(self, ranks: Sequence[int], number: int = 0) -> None:
         self.ranks = tuple(ranks)
@@ -211,9 +211,8 @@ def difference(contents: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> E
     """
     known = [(rank, content["grid"]) for rank, content in zip(ranks, contents, strict=True) if content.get("grid")]
     # Before errors, which may come from it: blocks of one grid do not fit another.
-    for texts in zip(*[grid for _, grid in known], strict=True):
-        if error := differing("grid", texts, [rank for rank, _ in known]):
-            return error
+    if error := differing("grid", [grid for _, grid in known], [rank for rank, _ in known]):
+        return error
     errors = [(r, c["error"]) for r, c in zip(ranks, contents, strict=True) if "error" in c]
     if errors:
         (kind, message), same = errors[0][1], [r for r, e in errors if e == errors[0][1]]

@@ -7,7 +7,7 @@ import numbers
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,7 @@ class ProcessGrid:
         mesh = shape if isinstance(shape, DeviceMesh) else None
         self._ranks = _member_ranks(mesh, ranks)
         self._control = _control(tuple(sorted(self._ranks)))
-        self._layout: tuple[str, ...] = ()  # while ranks agree on one
+        self._layout = ""  # while ranks agree on one
         self._rank = self._ranks.index(dist.get_rank())
         description: dict[str, Any] | Exception
         try:
@@ -97,9 +97,9 @@ class ProcessGrid:
         self._is_private = private
         if private:
             self._control = Control(self._ranks, number)
-        layout = _layout(self._shape, self._ranks, mesh is not None)
+        order = "" if list(self._ranks) == sorted(self._ranks) else f" of ranks {', '.join(map(str, self._ranks))}"
         # With a number, lest ranks take the call of one thread for another thread's, over a grid that is alike.
-        self._layout = layout, f"{layout}, number {number} of these ranks"
+        self._layout = f"{self._shape[0]} x {self._shape[1]}{order}{'' if mesh is None else ' of a mesh'}, number {number}"
         if mesh is None:
             self._group, row_group, col_group = _groups(self, self._shape, number if private else 0)
             table = torch.tensor(self._ranks, dtype=torch.int).view(self._shape)
@@ -175,8 +175,8 @@ class ProcessGrid:
         return self._control
 
     @property
-    def layout(self) -> tuple[str, ...]:
-        """Which ranks are in which row and column, and whose groups they use; then its number. Ranks compare this before each call."""
+    def layout(self) -> str:
+        """Which ranks are in which row and column, whose groups they use, and its number. Ranks compare this before each call."""
         return self._layout
 
     def block(self, shape: Sequence[int]) -> tuple[slice, slice]:
@@ -316,22 +316,6 @@ def _control(ranks: tuple[int, ...]) -> Control:
     return _controls[ranks]
 
 
-def refuse_without_grid(error: Exception) -> NoReturn:
-    """Raise an error about the grid itself, which leaves open whom to tell.
-
-    Told are the most ranks with which this one has made a grid: the same ones from each of them, where sets of ranks do not overlap
-    by halves. A rank without any grid raises by itself.
-    """
-    if _made_in is dist.group.WORLD and _controls:
-        refuse(_controls[max(_controls, key=len)], error)
-    raise error
-
-
-def _layout(shape: tuple[int, int], ranks: tuple[int, ...], of_mesh: bool) -> str:
-    order = "" if list(ranks) == sorted(ranks) else f" of ranks {', '.join(map(str, ranks))}"
-    return f"{shape[0]} x {shape[1]}{order}{' of a mesh' if of_mesh else ''}"
-
-
 def _groups(grid: ProcessGrid, shape: tuple[int, int] | None, private: int = 0) -> tuple[dist.ProcessGroup, ...]:
     """The groups of all ranks of a grid, or of a private one's number, of this rank's row and of its column; without a shape the first."""
     key = (grid.ranks, shape, private)
@@ -444,13 +428,13 @@ def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
 
     Raises:
         TypeError: grid is no ProcessGrid.
-        ValueError: there is none, or it is not the DTensor's. Raised on every rank, as far as the others can be told.
+        ValueError: there is none; or it is not the DTensor's, which every rank raises.
     """
     if grid is not None and not isinstance(grid, ProcessGrid):
-        refuse_without_grid(type_error("grid", "a ProcessGrid", type_name(grid)))
+        raise type_error("grid", "a ProcessGrid", type_name(grid))
     if not isinstance(x, DTensor):
         if grid is None:
-            refuse_without_grid(value_error("grid", "a ProcessGrid, since x is a block", None))
+            raise value_error("grid", "a ProcessGrid, since x is a block", None)
         return grid
     mesh = x.device_mesh
     if grid is None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fastkron_py.distributed.agreement import agree
 from fastkron_py.distributed.api import checksums, grid_factors, shape_texts
 from fastkron_py.distributed.failures import REFUSALS
-from fastkron_py.distributed.grid import ProcessGrid, refuse_without_grid
+from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.replicated import Reduction, as_first, check_reduction, from_first
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
@@ -61,7 +61,7 @@ class GridOperator(Generic[Local]):
     def _agree(self, make: Callable[[], Local], grid: ProcessGrid | None, reduction: Reduction) -> None:
         """Take the operator of one rank, once all ranks have made the same one; else all raise the same error. Collective."""
         if grid is not None and not isinstance(grid, ProcessGrid):
-            refuse_without_grid(type_error("grid", "a ProcessGrid or None", type_name(grid)))
+            raise type_error("grid", "a ProcessGrid or None", type_name(grid))
         self._grid = ProcessGrid() if grid is None else grid
         description: dict[str, Any] | Exception
         try:

@@ -121,7 +121,7 @@ def over_another_of_two():
 def test_grids_that_are_alike(ranks: RankPool) -> None:
     for outcome in ranks.outcomes(over_another_of_two):
         assert outcome.error == "ValueError", outcome.trace
-        assert re.fullmatch(r"grid: .*; got (\d x 1, number \d+ of these ranks on ranks? [-, \d]+(; )?){2}", outcome.message)
+        assert re.fullmatch(r"grid: .*; got (\d x 1, number \d+ on ranks? [-, \d]+(; )?){2}", outcome.message)
 
 
 def in_two_threads(private):

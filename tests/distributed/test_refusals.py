@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -55,14 +56,15 @@ def test_other_grids_of_the_same_ranks(ranks: RankPool, call: str) -> None:
     even, odd = (rank_text(range(start, ranks.world_size, 2)) for start in (0, 1))
     layouts = f"{ranks.world_size // 2} x 2 on {even}; 1 x {ranks.world_size} on {odd}"
     for outcome in ranks.outcomes(on_grids, call):
-        assert (outcome.error, outcome.message) == ("ValueError", f"grid: expected the same on every rank; got {layouts}")
+        assert outcome.error == "ValueError", outcome.trace
+        assert re.sub(r", number \d+", "", outcome.message) == f"grid: expected the same on every rank; got {layouts}"
 
 
 def test_ranks_in_another_order(ranks: RankPool) -> None:
     for outcome in ranks.outcomes(on_grids, "kron_matmul", odd_mesh=True):
         assert outcome.error == "ValueError", outcome.trace
         assert f"on {rank_text(range(0, ranks.world_size, 2))}; " in outcome.message
-        assert " of a mesh on " in outcome.message
+        assert " of a mesh, number " in outcome.message
 
 
 def alone(what):
@@ -74,10 +76,6 @@ def alone(what):
     def operator(first):
         return KroneckerProduct(factors(grid, first if wrong else None), grid=grid)
 
-    if what in ("no grid", "a shape"):
-        kron_matmul(ones(grid, 8, N), factors(grid), grid=(None if what == "no grid" else (size // 2, 2)) if wrong else grid)
-    if what == "no grid of an operator":
-        KroneckerProduct(factors(grid), grid=7 if wrong else grid)
     if what == "mesh":
         other = ProcessGrid((1, size))
         part = DTensor.from_local(b, (other if wrong else grid).mesh, [Shard(0), Shard(1)], run_check=False)
@@ -94,9 +92,6 @@ def alone(what):
 @pytest.mark.parametrize(
     ("what", "kind", "message"),
     [
-        ("no grid", "ValueError", "grid: expected a ProcessGrid, since x is a block; got None (on rank 1)"),
-        ("a shape", "TypeError", "grid: expected a ProcessGrid; got tuple (on rank 1)"),
-        ("no grid of an operator", "TypeError", "grid: expected a ProcessGrid or None; got int (on rank 1)"),
         ("mesh", "ValueError", "x: expected a DTensor on a mesh of ranks [["),
         ("singular", "_LinAlgError", "factors[0] of shape (4, 4): linalg.inv: "),
         ("asymmetric", "ValueError", "factors[0]: expected a symmetric matrix for conjugate gradients; got one that "),
