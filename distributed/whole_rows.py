@@ -18,7 +18,7 @@ from torch import Tensor
 from fastkron_py.distributed.failures import check_plain
 from fastkron_py.distributed.plan import Plan
 from fastkron_py.distributed.transport.copies import copy
-from fastkron_py.distributed.transport.peer_memory import Chunk, Rows
+from fastkron_py.distributed.transport.peer_memory import Chunk, layout_of
 from fastkron_py.distributed.transport.slots import Slots
 from fastkron_py.distributed.transport.transfer import RowGroup, Work, ready_now, wave
 from fastkron_py.kron.into import gradients_into, multiply_into
@@ -118,8 +118,9 @@ class WholeRows:
 
         def work(i: int, part: Tensor, place: Tensor | None) -> Work:
             text = (f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "") + (", backward pass" if back else "")
-            rows = Rows(len(part), inner, outer, x.element_size(), self.name, text, blocks, out is not None)
-            chunk = Chunk(self.row_group, self.slots, rows)
+            there = layout_of(len(part), inner, self.row_group.size, blocks.reads)
+            returning = None if out is None else layout_of(len(part), outer, self.row_group.size, blocks.writes)
+            chunk = Chunk(self.row_group, self.slots, there, returning, f"{self.name}: {{}}{text}", x.dtype)
             # The first arrival need not wait for multiplies queued after x was ready.
             chunk.send(part.contiguous(), ready if part.is_contiguous() else None)
             yield

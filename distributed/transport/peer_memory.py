@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from fastkron_py.distributed.transport.packed import Packed
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
 from fastkron_py.distributed.transport.transfer import RowGroup
 from fastkron_py.distributed.watch import note
-from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
 Multiply = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 """Multiplies blocks of columns of a rank's rows, and writes blocks of the product: each side one block, or one for each rank."""
@@ -38,30 +36,6 @@ class PeerMemory(Packed):
     label = "through peer memory"
     multiplies = True
     slots = SLOTS
-
-
-class Rows(NamedTuple):
-    """A chunk of a product by whole rows.
-
-    Attributes:
-        rows: of all ranks of a row group together.
-        inner: columns of x.
-        outer: columns of the product.
-        itemsize: bytes of an element.
-        name: of the product, in errors.
-        chunk: of the rows, in errors.
-        blocks: which sides of the multiply are in blocks of columns, one for each rank; the same on every rank.
-        returns: whether the product goes back to columns.
-    """
-
-    rows: int
-    inner: int
-    outer: int
-    itemsize: int
-    name: str
-    chunk: str
-    blocks: InBlocks = IN_WHOLE
-    returns: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +77,9 @@ class Layout:
 
 
 @lru_cache(maxsize=1024)
-def _layouts(rows: int, inner: int, outer: int, size: int, blocks: InBlocks) -> tuple[Layout, Layout]:
-    """Of the operand and of the product of some rows of all ranks."""
-    shares = even_offsets(rows, size)
-    return Layout(shares, chunk_offsets(inner, size), blocks.reads), Layout(shares, chunk_offsets(outer, size), blocks.writes)
+def layout_of(rows: int, columns: int, size: int, in_blocks: bool) -> Layout:
+    """Of some rows of this number of ranks together."""
+    return Layout(even_offsets(rows, size), chunk_offsets(columns, size), in_blocks)
 
 
 @lru_cache(maxsize=4096)
@@ -121,12 +94,20 @@ def _columns(layout: Layout, rank: int, peer: int, dtype: torch.dtype, back: boo
 class Chunk:
     """Rows on their way: `send`, then `multiply`, which has the product pulled, then `finish`."""
 
-    def __init__(self, row_group: RowGroup, slots: Slots, rows: Rows) -> None:
-        """Rows with slots for the operand and, if it returns, for the product: a wave of chunks finds free ones."""
-        self._row_group, self._slots, self._rows = row_group, slots, rows
-        layouts = self._there, self._back = _layouts(rows.rows, rows.inner, rows.outer, row_group.size, rows.blocks)
-        used = layouts[: 1 + rows.returns]
-        taken = slots.take(max([layout.most for layout in used]) * rows.itemsize, len(used))
+    def __init__(self, row_group: RowGroup, slots: Slots, there: Layout, back: Layout | None, label: str, dtype: torch.dtype) -> None:
+        """Rows with slots for the operand and for the product: a wave of chunks finds free ones.
+
+        Args:
+            row_group: whose ranks have them.
+            slots: of this rank.
+            there: of the operand.
+            back: of the product; None where it does not return to columns.
+            label: how errors call the exchanges, with a place for the direction.
+            dtype: of the elements.
+        """
+        self._row_group, self._slots, self._there, self._back, self._label = row_group, slots, there, back, label
+        used = [there] if back is None else [there, back]
+        taken = slots.take(max([layout.most for layout in used]) * dtype.itemsize, len(used))
         self._operand, self._product = taken[0], taken[-1]
         self._done: torch.cuda.Event | None = None  # after which this rank has pulled everything
 
@@ -153,26 +134,26 @@ class Chunk:
             multiply: called with blocks of this rank's rows and of its product, if it has rows.
             out: this rank's columns of the product, ``[rows, columns]``, contiguous, complete after `finish`; None where none returns.
         """
-        me, there, back = self._row_group.position, self._there, self._back
+        me, there = self._row_group.position, self._there
         self._arrived.wait()  # the current stream, not the host
         note(self._text, self._x.device)
         outs: list[Tensor] = []
-        if out is not None:
+        if out is not None and self._back is not None:
             self._slots.lend(self._product)
-            outs = self._blocks(back, self._product, self._of(out, me))
+            outs = self._blocks(self._back, self._product, self._of(out, me))
         if there.height(me):
             multiply(self._blocks(there, self._operand, self._of(self._x, me)), outs)
         self._slots.release(self._operand)
-        if out is not None:
-            self._pull(out)
+        if out is not None and self._back is not None:
+            self._pull(self._back, out)
 
     def finish(self) -> None:
         """Have the current stream wait until this rank has pulled everything."""
         if self._done is not None:
             self._done.wait()
 
-    def _pull(self, out: Tensor) -> None:
-        back, me, flat = self._back, self._row_group.position, out.view(-1)
+    def _pull(self, back: Layout, out: Tensor) -> None:
+        me, flat = self._row_group.position, out.view(-1)
 
         def pull(peer: int, stream: torch.cuda.Stream) -> None:
             _columns(back, peer, me, out.dtype, True).run(flat, self._slot(self._product, back, peer), stream)
@@ -219,7 +200,7 @@ class Chunk:
 
     def _stage(self, label: str, columns: Tensor) -> str:
         size = (columns.numel() - self._of(columns, self._row_group.position).numel()) * columns.element_size()
-        return self._row_group.text(f"{self._rows.name}: {label}{self._rows.chunk}", size)
+        return self._row_group.text(self._label.format(label), size)
 
 
 PEER_MEMORY = PeerMemory()
