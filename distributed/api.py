@@ -224,19 +224,16 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
         size, groups = chosen.most_elements * x.element_size(), row_groups(grid, call.left)
         slots = open_slots(grid, group, groups, size) if chosen.is_taken_over and not x.is_complex() else None
         row_group = RowGroup(group, call.parts, grid.row if call.left else grid.col, transport_of(chosen.transport), blocks)
-        y = _run(Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots), x, call.recompute)
+        pipeline = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots)
+        if call.recompute and torch.is_grad_enabled():
+            # Without early stop, which would leave exchanges half done.
+            with set_checkpoint_early_stop(False):
+                y = checkpoint(pipeline.run, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = pipeline.run(x)
         if z is not None:
             y = y + beta * z if isinstance(beta, Tensor) else torch.add(y, z, alpha=beta)
     return y.mT.contiguous() if call.left else y
-
-
-def _run(pipeline: Pipeline, x: Tensor, recompute: bool) -> Tensor:
-    if not (recompute and pipeline.is_recorded(x)):
-        return pipeline.run(x)
-    # Without early stop, which would leave exchanges half done.
-    with set_checkpoint_early_stop(False):
-        y: Tensor = checkpoint(pipeline.run, x, use_reentrant=False, preserve_rng_state=False)
-    return y
 
 
 @lru_cache(maxsize=PLANS)

@@ -100,10 +100,6 @@ class Pipeline:
         """Columns of this rank's block of the result."""
         return widths(chunk_offsets(self._outer, self.row_group.size))[self.row_group.position]
 
-    def is_recorded(self, x: Tensor) -> bool:
-        """Whether autograd follows the product of this block."""
-        return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
-
     def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
         """All that happens to some rows; pauses while an exchange is under way.
 

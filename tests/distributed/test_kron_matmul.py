@@ -355,8 +355,14 @@ def direct_gradients(dtype, folder):
                         part, most = block(whole, grid) if i == 0 else whole, whole.abs().amax()
                         # A rank's block of dx may cancel.
                         assert_close(next(found), part, steps=4, magnitude=most.expand_as(part), rms_tol=math.inf)
+        alpha = torch.tensor(-0.5, dtype=dtype, requires_grad=True)
+        y = kron_matmul(own[0].detach(), [f.detach() for f in own[1:]], grid=grid, plan=how, alpha=alpha)
+        (found_alpha,) = torch.autograd.grad(y, alpha, y.detach())
+        assert_close(y.detach(), truth, steps=4, magnitude=expected_y.detach().abs().amax().expand_as(truth))
+        torch.testing.assert_close(found_alpha.double(), -2 * expected_y.detach().square().sum(), rtol=0.02, atol=0.0)
         assert not any(any(d._taken) for d in files.made)
         assert sum(d.stored for d in files.made) > 0
+        assert sum(d.refused for d in files.made) == 0
         y = kron_matmul(own[0], own[1:], grid=grid, plan=how)
         with torch.no_grad():
             own[0].add_(1)
