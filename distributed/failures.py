@@ -109,13 +109,13 @@ def rank_text(ranks: Iterable[int]) -> str:
     return f"rank {text}" if len(listed) == 1 else f"ranks {text}"
 
 
-def differing(name: str, values: Sequence[str], ranks: Sequence[int], expected: str = "the same on every rank") -> Exception | None:
+def differing(name: str, values: Sequence[str], ranks: Sequence[int]) -> Exception | None:
     """The error that says who has what, if not all have the same."""
     kinds = list(dict.fromkeys(values))
     if len(kinds) < 2:
         return None
     shown = "; ".join(f"{kind} on {rank_text(r for r, v in zip(ranks, values, strict=True) if v == kind)}" for kind in kinds)
-    return value_error(name, expected, shown)
+    return value_error(name, "the same on every rank", shown)
 
 
 REFUSALS: Final = (TypeError, ValueError, LinAlgError)

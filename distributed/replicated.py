@@ -13,7 +13,6 @@ of equal eigenvalues). What ranks compute for themselves and mix is therefore th
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -22,6 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fastkron_py.distributed.agreement import agree, refuse
 from fastkron_py.distributed.failures import check_plain, rank_text, stage
@@ -127,24 +127,17 @@ def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Calla
         Exception: an error of the computation, on every rank; or of the agreement on the description (`agree`).
         CollectiveError: a rank did not come.
     """
-    found: Any = None
-    buffer = io.BytesIO()
+    found: list[Any] = [None]
     if grid.rank == 0:
         try:
             with torch.no_grad(), without_autocast(grid.device):
-                found = compute()
-            torch.save(found, buffer)
+                found = [tree_map_only(Tensor, Tensor.cpu, compute())]
         except Exception as error:
             refuse(grid, error)
-    size = agree(grid, description, local=(len(buffer.getbuffer()),))[0][0]
-    if grid.world_size > 1:
-        data = torch.empty(size, dtype=torch.uint8, device=grid.device)
-        if grid.rank == 0:
-            data.copy_(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
-        broadcast(f"{description['call']}: results of the first rank", data, grid.group)
-        if grid.rank > 0:
-            found = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=grid.device, weights_only=True)
-    return found  # type: ignore[no-any-return]
+    agree(grid, description)
+    with stage(f"{description['call']}: results of the first rank", grid.group):
+        dist.broadcast_object_list(found, grid.ranks[0], grid.group, grid.device)
+    return tree_map_only(Tensor, lambda t: t.to(grid.device), found[0])  # type: ignore[no-any-return]
 
 
 def as_first(
