@@ -454,7 +454,7 @@ def refuse(what):
     elif what == "z's shape":
         options = {"beta": 1.0, "z": z[:, :-1]}
     elif what == "plan":
-        options = {"plan": plan(Problem(m, (4, 4), (4, 4)), (1, size))}
+        options = {"plan": plan(Problem(m, (4, 4), (4, 4)), (size, 1))}
     elif what == "transport":
         options = {"plan": plan(Problem(m, (4, 4), (4, 4)), grid.shape, stages="rows", transport="peer memory" if last else "packed")}
     elif what == "batch":
@@ -475,7 +475,7 @@ def refuse(what):
 
 
 REFUSALS = [
-    ("rows", "ValueError", r"x: expected as many rows on all ranks of a row of the grid; got 4 on rank \d, 3 on rank \d"),
+    ("rows", "ValueError", r"x: expected as many rows on all ranks of a row of the grid; got \d on rank \d, \d on rank \d"),
     ("columns", "ValueError", r"x: expected 8 columns, block 1 of 2 of 16; got shape \(\d, 7\) \(on rank \d\)"),
     ("dtype", "ValueError", r"dtype of x: expected the same on every rank; got .*float32.* on rank.*float64"),
     ("factor's dtype", "TypeError", r"factors\[1\]: expected x's dtype torch.float32; got torch.float64"),

@@ -77,7 +77,7 @@ def alone(what):
         return KroneckerProduct(factors(grid, first if wrong else None), grid=grid)
 
     if what == "mesh":
-        other = ProcessGrid((1, size))
+        other = ProcessGrid((size, 1))
         part = DTensor.from_local(b, (other if wrong else grid).mesh, [Shard(0), Shard(1)], run_check=False)
         KroneckerProduct(factors(grid), grid=grid) @ part
     if what == "singular":
