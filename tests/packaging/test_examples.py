@@ -44,7 +44,7 @@ def test_learn_blur_predicts_patches_held_out() -> None:
     assert after < before / 2
 
 
-LOKR_EXAMPLES = {"digits": "10", "llama": "3"}  # and the steps after which each has learned
+LOKR_EXAMPLES = {"digits": "4", "llama": "3"}  # and the steps after which each has learned
 
 
 @pytest.mark.full
