@@ -151,7 +151,7 @@ FAULTS = [
     Fault("fastkron_py/kron/canonical.py", "for i in others]\n", "for i in range(len(factors))]\n", ("tests/kron/test_units.py",)),
     Fault(
         "fastkron_py/kron/gradients.py",
-        "need_between = need_x or any(first)",
+        "need_between = need_x or any(need_factors[first])",
         "need_between = need_x",
         ("tests/kron/test_saved_intermediate.py",),
     ),
