@@ -36,6 +36,7 @@ from cache_spy import CacheSpy
 from sampling import mark_unsampled
 
 import fastkron_py
+from fastkron_py.kron.cpu import compiled
 from fastkron_py.runtime import torch_internals
 
 if importlib.util.find_spec("hypothesis"):
@@ -51,6 +52,8 @@ if not HAS_GPU and importlib.util.find_spec("triton"):
     import fast_interpreter
 
     fast_interpreter.install()
+
+compiled.waits = True  # else torch's products serve the first calls of a process, however many they are
 
 if os.environ.get("PYTEST_XDIST_WORKER") and not HAS_GPU:
     torch.set_num_threads(1)  # one core for each worker; more only makes them wait for each other

@@ -12,13 +12,13 @@ from torch import Tensor
 from fastkron_py.kron import torch_backend, torch_steps
 from fastkron_py.kron.canonical import PLAIN, Canonical, Scale, add_scaling, canonical
 from fastkron_py.kron.checks import result_shape
-from fastkron_py.kron.plan.torch_plan import Problem
+from fastkron_py.kron.cpu import compiled, fused
+from fastkron_py.kron.cpu.fused import Layout
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
-from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Scalar, bits
-from fastkron_py.tiling.torch_products import has_onednn, matrix_product, threads
+from fastkron_py.tiling.torch_products import matrix_product
 
 _ALPHA, _BETA = Scalar(0), Scalar(1)
 _ONE: Final = bits(1.0)
@@ -155,18 +155,32 @@ class Multiply(NamedTuple):
         return made
 
     def _add_by_torch(self, build: Builder, x: Tensor, z: Tensor | None) -> Tensor:
+        """By the CPU's kernel once it is compiled, where it takes these operands; else by torch's products."""
         shape, count, (_, precision, left, _) = self.result_shape(x), len(self.factors), self[1:]
+        problem = canonical(x, self.factors, left, build.reshape)
+        given = [whole if _is_all(t, whole) else t for t, whole in zip((problem.x, *problem.factors), (x, *self.factors), strict=True)]
+        layouts = [Layout.of(t) for t in (problem.x, *problem.factors)]
+        plans = dict[tuple[bool, int], fused.Fused]()  # by whether alpha scales, and threads
+        small, itemsize = small_product(build, x, self.factors, precision, left, backward=False), max(4, x.element_size())
+        takes = build.device.type == "cpu" and fused.takes(problem.x, problem.factors)
 
-        def by_torch(x: Tensor, *given: Any) -> Tensor:
-            matrices, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
-            with torch_products(x, precision):
-                problem = canonical(x, matrices, left)
-                z4 = problem.pack(z[0].expand(shape)) if z else None
-                return problem.unpack(torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta))
+        def multiply(*given: Any) -> Tensor:
+            kernel = compiled.kernel(itemsize) if takes else None
+            if kernel is None and small is not None:
+                return small(*given)
+            (x, *matrices), z, (alpha, beta) = given[: count + 1], given[count + 1 : -2], given[-2:]
+            if kernel is not None:
+                key = alpha != 1, torch.get_num_threads()
+                run = plans.get(key) or plans.setdefault(key, fused.Fused(layouts[0], layouts[1:], alpha != 1))
+                y = run(kernel, x, matrices, alpha)
+            else:
+                x, *matrices = [t.as_strided(v.shape, v.strides) for t, v in zip((x, *matrices), layouts, strict=True)]
+                with torch_products(x, precision):
+                    y = torch_backend.by_torch(x, matrices, alpha)
+            return torch_steps.scaled(y.view(shape), z[0] if z else None, 1, beta)
 
-        operands = (x, *self.factors) if z is None else (x, *self.factors, z)
-        function = small_product(build, x, self.factors, precision, left, backward=False) or by_torch
-        made: Tensor = build.call(function, operands, describe(shape, x.dtype), scalars=self._scalars)
+        operands = given if z is None else (*given, z)
+        made: Tensor = build.call(multiply, operands, describe(shape, x.dtype), scalars=self._scalars)
         return made
 
     def add_gradients(
@@ -235,6 +249,11 @@ class Multiply(NamedTuple):
         return [made] if len(results) == 1 else made
 
 
+def _is_all(t: Tensor, whole: Tensor) -> bool:
+    """Whether a view begins where a tensor does: of the other one its address is all that a call has to know."""
+    return t.untyped_storage()._cdata == whole.untyped_storage()._cdata and t.storage_offset() == whole.storage_offset()
+
+
 def _write(out: Tensor, y: Tensor) -> None:
     out.copy_(y)
 
@@ -257,29 +276,21 @@ def small_product(
     if x.ndim != 2 or any([f.ndim != 2 for f in factors]):
         return None
     shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
-    like = torch.empty(0, dtype=x.dtype, device=build.device)
     count, (rows, columns) = len(factors), (1, x.shape[1]) if left else (x.shape[0], 1)
-    shapes = tuple([(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors])
-    problem = Problem(shapes, rows, columns, 1, max(4, x.element_size()), backward, has_onednn(like), threads(like))
-    in_half = torch_steps.takes_bfloat16(problem, like)
-    is_mixed = any([f.dtype != x.dtype for f in factors])
-    problem = problem._replace(itemsize=2) if in_half else problem
+    shapes = [(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors]
     is_one_product = count == 1 and not backward and x.element_size() >= 4  # whose result is all the memory that it takes
-    if not (is_one_product or torch_steps.is_small(problem)):
+    if not (is_one_product or torch_steps.is_small(shapes, rows * columns)):
         return None
-    dtype = torch.float32 if x.dtype in HALF_DTYPES and not in_half else x.dtype
-    multiply_small = torch_steps.small_multiply(torch_steps.Small(problem, shape, dtype, left))
+    multiply_small = torch_steps.small_multiply(shapes, rows, columns, shape, left)
 
     def multiply(x: Tensor, *given: Any) -> Tensor:
         factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
-        if is_mixed and in_half:
-            factors = tuple([f.to(x.dtype) for f in factors])
         if count == 1 and alpha == 1 and not z and precision is None:
             return matrix_product(factors[0], x, False) if left else matrix_product(x, factors[0], True)
         with torch_products(x, precision):
             return multiply_small(x, factors, z[0] if z else None, alpha, beta)
 
-    return multiply if in_half else torch_steps.in_float32(multiply, x.dtype)
+    return torch_steps.in_float32(multiply, x.dtype)
 
 
 def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:

@@ -148,7 +148,7 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
             wide = torch.float32 if x.dtype in HALF_DTYPES else x.dtype
             with torch_products(x, precision):
                 problem = canonical(x.reshape(-1, x.shape[-1]).to(wide), [f.to(wide) for f in factors], False)
-                y = problem.unpack(torch_backend.multiply(problem.x, problem.factors, None, 1.0, 0.0))
+                y = problem.unpack(torch_backend.multiply(problem.x, problem.factors))
             return rounded(y.view(*x.shape[:-1], n), step, kind)
 
         return build.program(build.call(by_torch, (x, *factors), values, scales, scalars=(Scalar(0),)))

@@ -1,177 +1,66 @@
-"""Modes multiplied with torch's products: those of a chunk, the gradients of their matrices, and small multiplies in the fewest calls."""
+"""Modes multiplied with torch's products, the gradients of their matrices, and small multiplies in few calls, which autograd may record."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, reduce
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.matmul import PLAIN, Epilogue, batch_product, product
-from fastkron_py.kron.plan.torch_plan import Problem, Step, converting, is_moved, plan, sums_copies
-from fastkron_py.runtime import torch_internals
+from fastkron_py.kron.matmul import batch_product, product
 from fastkron_py.runtime.checks import HALF_DTYPES
-from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, VECTOR, takes_onednn
+from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, VECTOR
 from fastkron_py.tiling.torch_products import by_onednn, matrix_product
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Shapes = Sequence[tuple[int, int]]
 
-# ---- small multiplies ------------------------------------------------------------------------------
-# Calls cost more than the work. Autograd records these operations where gradients are wanted: it calls their derivatives in less time than
-# Python does.
+# ---- which factors, and where ----------------------------------------------------------------------
 
-SMALL_ELEMENTS = 1 << 20  # of operand and of result
-BLOCK_ELEMENTS = 1 << 14  # of a small matrix: products of many rows with it go in blocks, which larger ones would be packed anew for
+WIDEST: Final = 32  # rows or columns of neighbours that are multiplied out: torch's calls take longer than wider products
 
 
-def is_small(problem: Problem) -> bool:
-    """Whether a multiply takes products into new memory, which autograd may record: the general way's calls cost more than they save.
+class Step(NamedTuple):
+    """Multiply the product of factors[first:last], ``[P, Q]``, into its mode of ``[before, P, after]``."""
 
-    A backward pass by autograd has all intermediates; so the problem is small, or of one wide factor.
+    first: int
+    last: int
+    p: int
+    q: int
+    before: int
+    after: int
+
+    @property
+    def size_in(self) -> int:
+        """Elements of a row that the step reads."""
+        return self.before * self.p * self.after
+
+    @property
+    def size_out(self) -> int:
+        """Elements of a row that the step writes."""
+        return self.before * self.q * self.after
+
+
+def steps_of(shapes: Shapes) -> list[Step]:
+    """Steps of all factors; narrow neighbours are one, and so is a factor of one element with one beside it.
+
+    They go from the last to the first, but by falling 1/Q - 1/P, which is the order of least work: swapping two neighbours shows it.
     """
-    k, n = (math.prod([s[i] for s in problem.shapes]) for i in (0, 1))
-    is_wide = k * n > BLOCK_ELEMENTS and not (problem.onednn and problem.backward)  # autograd takes BLAS
-    elements = problem.groups * problem.rows * problem.columns * max(k, n)
-    return elements <= SMALL_ELEMENTS or (len(problem.shapes) == 1 and is_wide)
-
-
-def takes_bfloat16(problem: Problem, x: Tensor) -> bool:
-    """Whether products of bfloat16, each result rounded to it, take less time by the model than float32's with x and the result converted.
-
-    Args:
-        problem: with float32's size of an element.
-        x: of the dtype and on the device.
-    """
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not torch_internals.multiplies_bfloat16():
-        return False
-    k, n = (math.prod([s[i] for s in problem.shapes]) for i in (0, 1))
-    elements = problem.groups * problem.rows * problem.columns * (2 * k + n if problem.backward else k + n)
-    return plan(problem._replace(itemsize=2)).seconds < plan(problem).seconds + converting(elements, len(problem.shapes))
-
-
-class Small(NamedTuple):
-    """A small multiply ``alpha * x (F1 (x) ... (x) FN) + beta * z`` of one group.
-
-    Attributes:
-        problem: its sizes.
-        shape: of the result, L * N * R elements in this order.
-        dtype: in which it is computed.
-        transposed: factors are ``[Q_i, P_i]``, as the left form has them: autograd would record two transposes.
-    """
-
-    problem: Problem
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    transposed: bool = False
-
-
-@lru_cache(maxsize=1024)
-def small_multiply(small: Small) -> Callable[..., Tensor]:
-    """A function of x, the factors, z or None, alpha and beta to the result, which is contiguous.
-
-    Everything that sizes tell is worked out here: in a call it would take longer than the products. x has L * K * R elements in this
-    order, of any shape and strides. Factors are ``[P_i, Q_i]``, or ``[Q_i, P_i]``. z expands to the result's shape.
-    """
-    problem, shape = small.problem, small.shape
-    rows, columns = problem.rows, problem.columns
-    chosen = plan(problem._replace(onednn=problem.onednn and not problem.backward))  # autograd does not record oneDNN's
-    rotates, make = chosen.rotates, _rotating_multiply if chosen.rotates else _mode_multiply
-    steps = [(step.first, step.last, make(step, small)) for step in chosen.steps]
-
-    def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
-        y = x if x.is_contiguous() else x[None]
-        if rotates and columns > 1:
-            y = y.reshape(rows, -1, columns).mT
-        for first, last, multiply_mode in steps:
-            f = factors[first] if last == first + 1 else multiplied_out(factors[first:last])
-            y = multiply_mode(y, f)
-        if rotates and rows > 1:
-            y = y.reshape(-1, rows, columns).transpose(0, 1)  # of three dimensions, which all threads copy, up to 9 times faster
-        return scaled(y.contiguous().reshape(shape), z, alpha, beta)
-
-    return multiply
-
-
-def _matrix_product(small: Small, height: int, terms: int, width: int, is_last: bool) -> Product:
-    """``[height, terms] @ [terms, width]``, where the factor is the last or the first one."""
-    takes = takes_onednn(terms, width, height, True) if is_last else takes_onednn(terms, height, width, False)
-    return partial(matrix_product, is_last=is_last) if small.dtype == torch.float32 and takes else torch.mm
-
-
-def _mode_multiply(step: Step, small: Small) -> Product:
-    """A function of a mode ``[count, P, tail]`` and its factor to the product, with its elements in order ``[count, Q, tail]``."""
-    p, q, transposed = step.p, step.q, small.transposed
-    count, tail = small.problem.rows * step.before, step.after * small.problem.columns
-    others = count * tail
-    if p == q == 1:
-        return torch.mul
-    if tail == 1:
-        last = _matrix_product(small, others, p, q, True)
-        return lambda x, f: last(x.reshape(others, p), f.mT if transposed else f)
-    first = _matrix_product(small, q, p, others, False)
-    if count == 1:
-        return lambda x, f: first(f if transposed else f.mT, x.reshape(p, others))
-    if is_moved(count, p, q, tail, small.problem.itemsize):
-
-        def moved(x: Tensor, f: Tensor) -> Tensor:
-            columns = x.reshape(count, p, tail).transpose(0, 1).reshape(p, others)
-            return first(f if transposed else f.mT, columns).view(q, count, tail).transpose(0, 1)
-
-        return moved
-    if p == 1 and small.dtype != torch.bfloat16:
-        return lambda x, f: x.reshape(count, p, tail) * (f if transposed else f.mT)
-    return lambda x, f: batch_product((f if transposed else f.mT).expand(count, q, p), x.reshape(count, p, tail))
-
-
-def _rotating_multiply(step: Step, small: Small) -> Product:
-    """A function of the last mode ``[others, P]`` and its factor to the product ``[Q, others]``."""
-    p, q, transposed = step.p, step.q, small.transposed
-    others = small.problem.rows * small.problem.columns * step.before * step.after
-    if others < q:
-        last = _matrix_product(small, others, p, q, True)
-        return lambda x, f: last(x.reshape(others, p), f.mT if transposed else f).mT
-    first = _matrix_product(small, q, p, others, False)
-    return lambda x, f: first(f if transposed else f.mT, x.reshape(others, p).mT)
-
-
-def multiply_small_groups(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """The same for batches of factors: arguments of `torch_backend.multiply`."""
-    groups, length, width, columns = x.shape
-    y, before, after = x, width, columns
-    for f in reversed(factors):
-        p, q = f.shape[1:]
-        before //= p
-        y = y.reshape(groups, length * before, p, after)
-        y = y.squeeze(3) @ f if after == 1 else f.mT.unsqueeze(1) @ y
-        after *= q
-    return scaled(y.reshape(groups, length, after // columns, columns), z, alpha, beta)
-
-
-def in_float32(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """The function of tensors and others, on tensors of a half dtype in float32, rounded once; of other dtypes itself."""
-    if dtype not in HALF_DTYPES:
-        return function
-
-    def widened(*given: Any) -> Any:
-        found: Tensor = function(*[g.float() if isinstance(g, Tensor) else g for g in given])
-        return found.to(dtype)
-
-    return widened
-
-
-def scaled(product: Tensor, z: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """``alpha * product + beta * z``, in the product's memory where alpha is 1."""
-    y = product if alpha == 1 else product * alpha
-    return y if z is None else y.add_(z, alpha=beta)
-
-
-# ---- one mode of a chunk, and the gradient of its matrix -------------------------------------------
-
-BLOCK_ROWS = 256  # a tall product is split into a batch of these, which torch spreads over threads
-SUM_BLOCK = 1024  # terms
+    runs = list[tuple[int, int, int, int]]()
+    for i, (p, q) in enumerate(shapes):
+        first, _, wide_p, wide_q = runs[-1] if runs else (i, i, 1, 1)
+        is_narrow = max(wide_p * p, wide_q * q) <= WIDEST
+        if runs and (is_narrow or (p, q) == (1, 1) or (wide_p, wide_q) == (1, 1)):
+            runs[-1] = first, i + 1, wide_p * p, wide_q * q
+        else:
+            runs.append((i, i + 1, p, q))
+    sizes, steps = [p for *_, p, _ in runs], list[Step]()
+    for i in sorted(reversed(range(len(runs))), key=lambda i: 1 / max(1, runs[i][2]) - 1 / max(1, runs[i][3])):
+        steps.append(Step(*runs[i], math.prod(sizes[:i]), math.prod(sizes[i + 1 :])))
+        sizes[i] = runs[i][3]
+    return steps
 
 
 def multiplied_out(factors: Sequence[Tensor]) -> Tensor:
@@ -201,6 +90,13 @@ def split(total: Tensor, factors: Sequence[Tensor], needed: Sequence[bool]) -> l
     return gradients
 
 
+# ---- one mode, and the gradient of its matrix ------------------------------------------------------
+
+BLOCK_ROWS: Final = 256  # a tall product is split into a batch of these, which torch spreads over threads
+BLOCK_ELEMENTS: Final = 1 << 14  # of a matrix by which blocks are multiplied: larger ones would be packed anew for each
+SUM_BLOCK: Final = 1024  # terms
+
+
 def ready(t: Tensor, dtype: torch.dtype) -> Tensor:
     """``[A, I, J]``, copied where its dtype or strides would make torch copy it item by item."""
     if t.dtype == dtype and not t.is_conj():
@@ -211,126 +107,66 @@ def ready(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype).resolve_conj().contiguous()
 
 
-def multiply_step(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
-    """One step on a chunk.
+def mode_product(x: Tensor, matrix: Tensor, out: Tensor) -> None:
+    """A mode in place.
 
     Args:
-        source: ``[G, L, before * P * after, R]``, any strides and dtype.
+        x: ``[G, n, P, after]``, any strides and dtype.
         matrix: ``[G or 1, P, Q]``.
-        step: its place.
-        out: ``[G, L, before * Q * after, R]``, contiguous.
-        epilogue: applied to the result.
-
-    Returns:
-        The result, contiguous: out, or new memory of the same shape, where out is left as it is.
+        out: ``[G, n, Q, after]``, contiguous, of the matrix's dtype.
     """
-    groups, rows, _, columns = source.shape
-    count, tail = rows * step.before, step.after * columns
-    shared = matrix.shape[0] == 1
-    p, q = matrix.shape[1:]
-    if tail == 1 and shared:
-        a = ready(source.reshape(1, groups * count, p), matrix.dtype)
-        return _tall_product(a[0], matrix[0], out.view(-1, q), epilogue).view(out.shape)
-    elif tail == 1:
-        product(ready(source.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q), epilogue)
-    elif count > 1 and is_moved(groups * count, p, q, tail, matrix.dtype.itemsize):
-        _moved_product(source.reshape(groups, count, p, tail), matrix, out.view(groups, count, q, tail), epilogue)
-    elif p == 1 and shared and count > 1 and matrix.dtype != torch.bfloat16:
-        _outer_product(source.reshape(groups * count, 1, tail), matrix.mT, out.view(groups * count, q, tail), epilogue)
+    groups, count, p, after = x.shape
+    q, is_shared = matrix.shape[2], matrix.shape[0] == 1 or matrix.stride(0) == 0
+    if after == 1 and is_shared:
+        _tall_product(ready(x.reshape(1, groups * count, p), matrix.dtype)[0], matrix[0], out.view(-1, q))
+    elif after == 1:
+        product(ready(x.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q))
     else:
-        a = ready(source.reshape(groups * count, p, tail), matrix.dtype)
-        left = matrix.mT.expand(groups * count, q, p) if shared else matrix.mT.repeat_interleave(count, 0)
-        return _first_product(left, a, out.view(groups * count, q, tail), epilogue).view(out.shape)
-    return out
+        a = ready(x.reshape(groups * count, p, after), matrix.dtype)
+        left = matrix[:1].mT.expand(groups * count, q, p) if is_shared else matrix.mT.repeat_interleave(count, 0)
+        found = by_onednn(left[0], a[0], False) if len(a) == 1 else None
+        if found is None:
+            product(left, a, out.view(groups * count, q, after))
+        else:
+            out.view(q, after).copy_(found)
 
 
-def multiply_rotating(rows: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
-    """``matrix [P, Q]^T @ rows [n, P]^T``, ``[Q, n]``; in out, or in new memory and perhaps as a transposed view."""
-    if rows.shape[0] < matrix.shape[1]:  # BLAS takes many times as long for a narrow row as for a wide one: the longer lies innermost
-        return matrix_product(rows, matrix, True).mT
-    found = by_onednn(matrix.mT, rows.mT, False)
-    return torch.mm(matrix.mT, rows.mT, out=out) if found is None else found
-
-
-def _first_product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> Tensor:
-    """``[A, I, J] @ [A, J, K]`` with the factor first; in out, or in new memory."""
-    found = by_onednn(a[0], b[0], False) if a.shape[0] == 1 and epilogue.is_plain else None
+def _tall_product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """``[A, J] @ [J, K]`` with many rows, which one product of BLAS would not spread well over threads."""
+    found = by_onednn(a, b, True)
     if found is not None:
-        return found[None]
-    product(a, b, out, epilogue)
-    return out
-
-
-def _outer_product(source: Tensor, column: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """``[n, 1, tail]`` times ``[1, Q, 1]``: one term for each element, for which BLAS takes many times as long."""
-    torch.mul(source, column if epilogue.alpha == 1 else column * epilogue.alpha, out=out)
-    if epilogue.z is not None:
-        out.add_(epilogue.z.reshape(out.shape), alpha=epilogue.beta)
-
-
-def _moved_product(source: Tensor, matrix: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """A step ``[G, n, P, tail]`` to ``[G, n, Q, tail]`` by one product between two copies, where many narrow products take longer.
-
-    Args:
-        source: of any strides.
-        matrix: ``[G or 1, P, Q]``.
-        out: contiguous.
-        epilogue: applied to the result.
-    """
-    groups, count, p, tail = source.shape
-    q = matrix.shape[2]
-    operand = source.to(matrix.dtype).transpose(1, 2)
-    # The copy is in the result's memory where it fits: the first use of new pages takes longer than the copy.
-    a = out.view(-1)[: operand.numel()].view(operand.shape) if p <= q else matrix.new_empty(operand.shape)
-    a.copy_(operand)
-    columns = a.new_empty(groups, q, count * tail)
-    columns = _first_product(matrix.mT.expand(groups, q, p), a.view(groups, p, count * tail), columns, Epilogue(epilogue.alpha))
-    out.copy_(columns.view(groups, q, count, tail).transpose(1, 2))
-    if epilogue.z is not None:
-        out.add_(epilogue.z.reshape(out.shape), alpha=epilogue.beta)
-
-
-def _tall_product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> Tensor:
-    """``[A, J] @ [J, K]`` with many rows, which one product of BLAS would not spread well over threads; in out, or in new memory."""
-    length, inner = a.shape
-    width = b.shape[-1]
-    found = by_onednn(a, b, True) if epilogue.is_plain else None
-    if found is not None:
-        return found
+        out.copy_(found)
+        return
+    (length, inner), width = a.shape, b.shape[1]
     whole = length // BLOCK_ROWS * BLOCK_ROWS
     if whole < 2 * BLOCK_ROWS or inner * width > BLOCK_ELEMENTS:  # too few blocks to share out, or too dear
-        product(a[None], b[None], out[None], epilogue)
-        return out
-    if whole:
-        shape = (whole // BLOCK_ROWS, BLOCK_ROWS)
-        blocks = b.expand(shape[0], inner, width)
-        product(a[:whole].view(*shape, inner), blocks, out[:whole].view(*shape, width), epilogue.rows(0, whole, out))
+        product(a, b, out)
+        return
+    shape = whole // BLOCK_ROWS, BLOCK_ROWS
+    product(a[:whole].unflatten(0, shape), b.expand(shape[0], inner, width), out[:whole].unflatten(0, shape))
     if whole < length:
-        product(a[None, whole:], b[None], out[None, whole:], epilogue.rows(whole, length, out))
-    return out
+        product(a[whole:], b, out[whole:])
 
 
-def matrix_gradient(source: Tensor, gradient: Tensor, step: Step, matrix: Tensor) -> Tensor:
-    """``sum over [before, after] of source^T gradient``, ``[G, P, Q]``, mostly of the matrix's strides.
+def matrix_gradient(source: Tensor, gradient: Tensor, matrix: Tensor) -> Tensor:
+    """``sum over [n, after] of source^T gradient``, ``[G, P, Q]``, mostly of the matrix's strides.
 
     Args:
-        source: ``[G, L, before * P * after, R]``.
-        gradient: ``[G, L, before * Q * after, R]``.
-        step: the place of P and Q.
-        matrix: the step's, ``[G or 1, P, Q]``.
+        source: ``[G, n, P, after]``.
+        gradient: ``[G, n, Q, after]``.
+        matrix: ``[G or 1, P, Q]``.
     """
     if matrix.stride(2) != 1 and matrix.stride(1) == 1:
-        return matrix_gradient(gradient, source, step._replace(p=step.q, q=step.p), matrix.mT).mT
-    groups, rows, _, columns = source.shape
-    count, tail = rows * step.before, step.after * columns
-    u, v = (t.reshape(groups, count, -1, tail) for t in (source, gradient))
-    if tail == 1:
-        return _sum_of_products(ready(u[..., 0], matrix.dtype).mT, ready(v[..., 0], matrix.dtype).mT)
-    if count == 1 or sums_copies(groups * count, step.p, step.q, tail, matrix.dtype.itemsize):
-        u, v = (ready(t.transpose(1, 2).reshape(groups, -1, count * tail), matrix.dtype) for t in (u, v))
+        return matrix_gradient(gradient, source, matrix.mT).mT
+    groups, count, p, after = source.shape
+    q, dtype = gradient.shape[2], matrix.dtype
+    if after == 1:
+        return _sum_of_products(ready(source[..., 0], dtype).mT, ready(gradient[..., 0], dtype).mT)
+    if count == 1 or after < 2 * max(p, q):  # a copy of few elements for each sum
+        u, v = (ready(t.transpose(1, 2).reshape(groups, -1, count * after), dtype) for t in (source, gradient))
         return _sum_of_products(u, v)
-    u, v = (ready(t.reshape(groups * count, -1, tail), matrix.dtype) for t in (u, v))
-    return batch_product(u, v.mT).view(groups, count, step.p, step.q).sum(1)
+    u, v = (ready(t.reshape(groups * count, -1, after), dtype) for t in (source, gradient))
+    return batch_product(u, v.mT).view(groups, count, p, q).sum(1)
 
 
 def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
@@ -368,3 +204,74 @@ def _sum_by_onednn(a: Tensor, b: Tensor) -> Tensor | None:
         part = u.mm(v) if part is None else part
         total = part if total is None else total.add_(part)
     return total
+
+
+# ---- small multiplies ------------------------------------------------------------------------------
+# Calls cost more than the work. Autograd records these operations where gradients are wanted: it calls their derivatives in less time than
+# Python does.
+
+SMALL_ELEMENTS: Final = 1 << 20  # of operand and of result
+
+
+def is_small(shapes: Shapes, elements: int) -> bool:
+    """Whether a multiply takes products into new memory, which autograd may record and keep: of little, or by one wide factor.
+
+    Args:
+        shapes: of the factors.
+        elements: rows and columns of x: what its size is for one element of a row.
+    """
+    k, n = (math.prod([s[i] for s in shapes]) for i in (0, 1))
+    return elements * max(k, n) <= SMALL_ELEMENTS or (len(shapes) == 1 and k * n > BLOCK_ELEMENTS)
+
+
+def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ...], is_transposed: bool) -> Callable[..., Tensor]:
+    """A function of x, the factors, z or None, alpha and beta to the result, which is contiguous.
+
+    x has rows * K * columns elements in this order, of any shape and strides. z expands to the result's shape.
+
+    Args:
+        shapes: (P_i, Q_i) of the factors.
+        rows: of x.
+        columns: of x.
+        shape: of the result.
+        is_transposed: whether factors are ``[Q_i, P_i]``, as the left form has them: autograd would record two transposes.
+    """
+    steps = [(s.first, s.last, _small_product(s, rows, columns, is_transposed)) for s in steps_of(shapes)]
+
+    def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
+        y = x if x.is_contiguous() else x[None]
+        for first, last, multiply_mode in steps:
+            y = multiply_mode(y, factors[first] if last == first + 1 else multiplied_out(factors[first:last]))
+        return scaled(y.contiguous().reshape(shape), z, alpha, beta)
+
+    return multiply
+
+
+def _small_product(step: Step, rows: int, columns: int, is_transposed: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of a mode ``[n, P, after]`` and its factor to the product, with its elements in order ``[n, Q, after]``."""
+    p, q, count, after = step.p, step.q, rows * step.before, step.after * columns
+    if p == q == 1:
+        return torch.mul
+    if after == 1:
+        return lambda x, f: matrix_product(x.reshape(count, p), f.mT if is_transposed else f, True)
+    if count == 1:
+        return lambda x, f: matrix_product(f if is_transposed else f.mT, x.reshape(p, after), False)
+    return lambda x, f: batch_product((f if is_transposed else f.mT).expand(count, q, p), x.reshape(count, p, after))
+
+
+def in_float32(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """The function of tensors and others, on tensors of a half dtype in float32, rounded once; of other dtypes itself."""
+    if dtype not in HALF_DTYPES:
+        return function
+
+    def widened(*given: Any) -> Any:
+        found: Tensor = function(*[g.float() if isinstance(g, Tensor) else g for g in given])
+        return found.to(dtype)
+
+    return widened
+
+
+def scaled(product: Tensor, z: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """``alpha * product + beta * z``, in the product's memory where alpha is 1."""
+    y = product if alpha == 1 else product * alpha
+    return y if z is None else y.add_(z, alpha=beta)

@@ -11,6 +11,7 @@ import torch
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron import multiply, torch_backend
+from fastkron_py.kron.cpu import compiled
 from fastkron_py.runtime import gpu, torch_internals
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import cpu_costs, torch_products
@@ -18,6 +19,12 @@ from fastkron_py.tiling.cpu_costs import takes_onednn
 from fastkron_py.tiling.torch_products import by_onednn
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def without_kernel(monkeypatch):
+    """As where numba is not installed: torch multiplies."""
+    monkeypatch.setattr(compiled, "kernel", lambda itemsize: None)
 
 
 @pytest.fixture
@@ -58,8 +65,7 @@ PROBLEMS = {
 def test_values_and_gradients(name, dtype, small, taken, monkeypatch):
     rows, shapes, left = PROBLEMS[name]
     if not small:
-        monkeypatch.setattr(torch_backend, "is_small", lambda problem: False)
-        monkeypatch.setattr(fastkron_py.kron.torch_steps, "is_small", lambda problem: False)
+        monkeypatch.setattr(fastkron_py.kron.torch_steps, "is_small", lambda shapes, elements: False)
     torch.manual_seed(len(name))
     factors = [(torch.randn(p, q, dtype=torch.float64) / math.sqrt(p)).to(dtype).requires_grad_() for p, q in shapes]
     k, n = (math.prod(s[i] for s in shapes) for i in (0, 1))

@@ -7,7 +7,6 @@ are sums over all rows, whose terms cancel, so their scale is the sum of the ter
 
 from __future__ import annotations
 
-import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +15,7 @@ import torch
 
 from fastkron_py import reference
 from fastkron_py.kron import torch_backend, torch_steps
-from fastkron_py.kron.plan import torch_plan
+from fastkron_py.kron.cpu import compiled
 from fastkron_py.runtime import torch_internals
 from fastkron_py.testing import assert_close
 
@@ -60,20 +59,17 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
-def not_small(monkeypatch):
-    """The shortcut for small problems is one case of `chunking`; all else here is about the general way."""
-    monkeypatch.setattr(torch_backend, "is_small", lambda problem: False)
+def without_kernel(monkeypatch):
+    """As where numba is not installed."""
+    monkeypatch.setattr(compiled, "kernel", lambda itemsize: None)
 
 
-@pytest.fixture(params=["as it is", "one chunk", "small chunks", "one row a chunk"])
-def chunking(request, monkeypatch, not_small):
+@pytest.fixture(params=["one chunk", "small chunks", "one row a chunk"])
+def chunking(request, monkeypatch):
     """Sizes that make small problems take the branches of large ones."""
-    if request.param == "as it is":
-        monkeypatch.setattr(torch_backend, "is_small", torch_steps.is_small)
-    elif request.param != "one chunk":
-        small = request.param == "small chunks"
-        monkeypatch.setattr(torch_backend, "CHUNK_BYTES_CPU", 4096 if small else 1)
-        monkeypatch.setattr(torch_backend, "GROUP_ELEMENTS", 300 if small else 0)
+    if request.param != "one chunk":
+        monkeypatch.setattr(torch_backend, "CHUNK_BYTES", 4096 if request.param == "small chunks" else 1)
+        monkeypatch.setattr(torch_backend, "LEAST_COLUMNS", 5)
         monkeypatch.setattr(torch_steps, "BLOCK_ROWS", 8)
     return request.param
 
@@ -129,13 +125,11 @@ def check_gradients(dy, x, factors, alpha=1.0, need_x=True, need_factors=None):
 @pytest.mark.parametrize("names", NAMES, ids=", ".join)
 def test_multiply(names, dtype, chunking):
     for name in names:
-        x, factors, z = make(name, dtype)
-        y = torch_backend.multiply(x, factors, None, 1.0, 0.0)
+        x, factors, _ = make(name, dtype)
+        y = torch_backend.multiply(x, factors)
         assert y.is_contiguous()
         assert_close(y, expected(x, factors), magnitude=magnitude(x, factors))
-        y = torch_backend.multiply(x, factors, z, -1.5, 0.5)
-        assert_close(y, expected(x, factors, z, -1.5, 0.5), magnitude=magnitude(x, factors, z, 1.5, 0.5))
-        y = torch_backend.multiply(x, factors, None, 0.25, 0.0)
+        y = torch_backend.multiply(x, factors, 0.25)
         assert_close(y, expected(x, factors, alpha=0.25), magnitude=magnitude(x, factors, alpha=0.25))
 
 
@@ -173,8 +167,7 @@ def test_strides(name, dtype, chunking):
         x, factors, z = make(name, dtype)
         x, z = strided(x, kind), strided(z, kind)
         factors = [f.mT.contiguous().mT for f in factors]
-        y = torch_backend.multiply(x, factors, z, 1.0, 2.0)
-        assert_close(y, expected(x, factors, z, 1.0, 2.0), magnitude=magnitude(x, factors, z, 1.0, 2.0))
+        assert_close(torch_backend.multiply(x, factors), expected(x, factors), magnitude=magnitude(x, factors))
         check_gradients(z, x, factors)
 
 
@@ -182,7 +175,7 @@ def test_rows_without_infinities_stay_finite(chunking):
     x, factors, _ = make("eights", torch.float32)
     x[0, 3, 7] = math.inf
     x[0, 65, 100] = math.nan
-    y = torch_backend.multiply(x, factors, None, 1.0, 0.0)
+    y = torch_backend.multiply(x, factors)
     dense = torch.einsum("blkr,bkn->blnr", x, reference.kron_dense(factors))
     assert torch.equal(y.isnan(), dense.isnan())
     assert torch.equal(y.isinf(), dense.isinf())
@@ -193,62 +186,34 @@ def test_threads_of_the_caller_may_run_at_once():
     x, factors, _ = make("eights", torch.float32)
     truth, scale = expected(x, factors), magnitude(x, factors)
     with ThreadPoolExecutor(4) as pool:
-        for y in pool.map(lambda _: torch_backend.multiply(x, factors, None, 1.0, 0.0), range(16)):
+        for y in pool.map(lambda _: torch_backend.multiply(x, factors), range(16)):
             assert_close(y, truth, magnitude=scale)
 
 
 # ---- which steps and chunks -------------------------------------------------------------------
 
 
-def planned(shapes, rows=1024, columns=1, **options):
-    return torch_plan.plan(torch_plan.Problem(tuple(shapes), rows, columns, **options))
+def runs(shapes):
+    return [(s.first, s.last) for s in torch_steps.steps_of(shapes)]
 
 
-def runs(shapes, rows=1024, columns=1, **options):
-    return [(s.first, s.last) for s in planned(shapes, rows, columns, **options).steps]
-
-
-def test_plan_multiplies_out_what_is_too_narrow_and_nothing_else():
+def test_narrow_neighbours_are_multiplied_out():
     assert runs([(16, 16)] * 3) == [(2, 3), (1, 2), (0, 1)]
-    assert runs([(128, 128)] * 2) == [(1, 2), (0, 1)]
-    assert len(runs([(2, 2)] * 12)) <= 6
-    assert len(runs([(2, 2)] * 12, rows=1, backward=True)) <= 8
-    assert sorted(runs([(8, 8)] * 2, rows=1, columns=64)) == [(0, 1), (1, 2)]  # the left form has width enough
-    for backward in (False, True):  # a factor of one element costs a pass of its own
-        assert all(last - first > 1 for first, last in runs([(1, 1), (30, 40), (1, 1), (1, 1), (50, 60), (1, 1)], backward=backward))
+    assert len(runs([(2, 2)] * 12)) == 3
+    assert runs([(1, 1), (30, 40), (1, 1), (50, 60), (1, 1)]) == [(3, 5), (0, 3)]  # a factor of one element costs a pass of its own
+    assert runs([(2, 16), (16, 2), (4, 8)])[0] == (0, 2)  # what widens x goes last
 
 
-def test_plan_rotates_where_products_in_place_are_narrow():
-    """Factors of 2 with many rows; not one wide factor, nor wide ones, nor factors of groups, nor where gradients are computed."""
-    found = planned(((2, 2),) * 8)
-    assert found.rotates
-    assert [s.last for s in found.steps[1:]] == [s.first for s in found.steps[:-1]]  # from the last to the first
-    assert [s.size_in for s in found.steps] == [256] * len(found.steps)
-    assert not planned(((2, 2),) * 8, backward=True).rotates
-    assert not planned(((2, 2),) * 8, groups=3).rotates
-    for shapes in (((700, 300),), ((128, 128), (128, 128))):
-        assert not planned(shapes, 256).rotates
-
-
-def test_plan_copies_where_a_wide_mode_has_a_narrow_tail():
-    assert torch_plan.is_moved(1000, 64, 64, 3, 4)
-    assert torch_plan.sums_copies(1000, 64, 64, 3, 4)
-    assert not torch_plan.is_moved(1000, 64, 64, 64, 4)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("shapes", [[(1, 1)] * 64, [(2, 2)] * 20, [(3, 1), (1, 3)] * 4], ids=len)
-def test_plan_takes_every_factor_once(shapes, backward):
-    taken = sorted(i for first, last in runs(shapes, backward=backward) for i in range(first, last))
-    assert taken == list(range(len(shapes)))
+@pytest.mark.parametrize("shapes", [[(1, 1)] * 64, [(2, 2)] * 20, [(3, 1), (1, 3)] * 4, [(0, 3), (3, 0)]], ids=len)
+def test_steps_take_every_factor_once(shapes):
+    assert sorted(i for first, last in runs(shapes) for i in range(first, last)) == list(range(len(shapes)))
 
 
 @pytest.mark.parametrize("size", [(3, 50, 1), (1, 1, 200), (40, 2, 3), (2, 9, 17)], ids=str)
 def test_chunks_cover_everything_once(size, chunking):
     groups, length, columns = size
     x = torch.zeros(groups, length, 32, columns)
-    chosen = planned(((4, 4), (8, 8)), length, columns)
-    for chunk in torch_backend.chunks(x, chosen, x.dtype):
+    for chunk in torch_backend.chunks(x, 32):
         chunk.of(x).add_(1)
     assert torch.equal(x, torch.ones_like(x))
 
@@ -259,14 +224,12 @@ def test_chunks_of_other_devices_bound_the_memory(rows, side, count, columns):
     """Up to four buffers of a chunk take no more than x does, but for chunks of 4 MiB and for a single row and column."""
     length, width = (rows, 1) if columns == 1 else (1, rows * columns)
     x = torch.empty(1, length, side**count, width, device="meta")
-    factors = [torch.empty(1, side, side, device="meta")] * count
-    chosen = torch_plan.plan(torch_backend._problem(x, factors))
-    most = max([chunk.of(x).numel() for chunk in torch_backend.chunks(x, chosen, x.dtype)])
+    most = max([chunk.of(x).numel() for chunk in torch_backend.chunks(x, side**count)])
     assert most <= max(x.numel() // 4, (4 << 20) // x.element_size(), side**count)
 
 
 def test_memory_stays_within_the_result_and_two_chunks(monkeypatch):
-    monkeypatch.setattr(torch_backend, "CHUNK_BYTES_CPU", 1 << 16)
+    monkeypatch.setattr(torch_backend, "CHUNK_BYTES", 1 << 16)
     x, factors = torch.randn(1, 2048, 512, 1), [torch.randn(1, 8, 8) for _ in range(3)]
     taken = []
     empty = torch.Tensor.new_empty
@@ -277,7 +240,7 @@ def test_memory_stays_within_the_result_and_two_chunks(monkeypatch):
         return t
 
     monkeypatch.setattr(torch.Tensor, "new_empty", counted)
-    torch_backend.multiply(x, factors, None, 1.0, 0.0)
+    torch_backend.multiply(x, factors)
     assert sum(taken) <= x.numel() * 4 + 2 * (1 << 16)
 
 
@@ -294,8 +257,8 @@ def test_memory_stays_within_the_result_and_two_chunks(monkeypatch):
     ],
     ids=str,
 )
-def test_small_products_and_their_recorded_gradients(left, shapes, monkeypatch):
-    """By modes in place, moved and rotating; results are contiguous, gradients are autograd's."""
+def test_small_products_and_their_recorded_gradients(left, shapes):
+    """Results are contiguous, gradients are autograd's."""
     rows = 5
     k, n = math.prod(p for p, _ in shapes), math.prod(q for _, q in shapes)
     x, dy = (normal(*((s, rows) if left else (rows, s))) for s in (k, n))
@@ -303,54 +266,18 @@ def test_small_products_and_their_recorded_gradients(left, shapes, monkeypatch):
     arguments = [t.requires_grad_() for t in (x, *factors)]
     truth = reference.kron_matmul(x, factors, alpha=0.5, beta=2.0, z=dy, left=left)
     gradients = torch.autograd.grad(truth, arguments, dy)
-    columns = rows if left else 1
-    problem = torch_plan.Problem(tuple(shapes), rows // columns, columns)
-    alone = [torch_plan._Run(i, i + 1, p, q) for i, (p, q) in enumerate(shapes)]
-    for runs, way in itertools.product((alone, torch_plan._without_units(tuple(shapes))), ("in place", "moved", "rotating")):
-        rotates = way == "rotating"
-        monkeypatch.setattr(torch_steps, "is_moved", lambda *_, way=way: way == "moved")
-        monkeypatch.setattr(torch_steps, "plan", lambda problem, runs=runs, rotates=rotates: torch_plan._planned(problem, runs, rotates))
-        small = torch_steps.Small(problem, tuple(dy.shape), dy.dtype, left)
-        y = torch_steps.small_multiply.__wrapped__(small)(x, factors, dy, 0.5, 2.0)
-        assert y.is_contiguous()
-        assert_close(y.detach(), truth.detach())
-        for got, wanted in zip(torch.autograd.grad(y, arguments, dy), gradients, strict=True):
-            assert_close(got, wanted, magnitude=wanted.abs().max().expand_as(wanted))
+    y = torch_steps.small_multiply(shapes, 1 if left else rows, rows if left else 1, tuple(dy.shape), left)(x, factors, dy, 0.5, 2.0)
+    assert y.is_contiguous()
+    assert_close(y.detach(), truth.detach())
+    for got, wanted in zip(torch.autograd.grad(y, arguments, dy), gradients, strict=True):
+        assert_close(got, wanted, magnitude=wanted.abs().max().expand_as(wanted))
 
 
-@pytest.mark.parametrize("way", ["in place", "moved", "rotating"])
-def test_every_way(way, chunking, monkeypatch):
-    """Ways that the plan would not choose here give the same."""
-    monkeypatch.setattr(torch_backend, "is_small", lambda problem: False)
-    for name in ("is_moved", "sums_copies"):
-        monkeypatch.setattr(torch_steps, name, lambda *_: way == "moved")
-    chosen = torch_plan._planned
-    monkeypatch.setattr(
-        torch_backend,
-        "plan",
-        lambda problem: chosen(problem, torch_plan._without_units(problem.shapes), way == "rotating" and not problem.backward),
-    )
-    for name, dtype in itertools.product(
-        ("widths of 1", "primes", "wide before narrow", "left form, rows"), (torch.float32, torch.complex64)
-    ):
-        x, factors, z = make(name, dtype)
-        y = torch_backend.multiply(x, factors, z, 0.25, 2.0)
-        assert_close(y, expected(x, factors, z, 0.25, 2.0), magnitude=magnitude(x, factors, z, 0.25, 2.0))
-        y = torch_backend.multiply(x, factors, None, -1.5, 0.0)
-        assert_close(y, expected(x, factors, alpha=-1.5), magnitude=magnitude(x, factors, alpha=1.5))
-        check_gradients(z, x, factors, alpha=0.5)
-
-
-def test_bfloat16_is_multiplied_as_it_is_where_that_takes_less_time(monkeypatch):
-    """Not without instructions for it, nor in small problems, nor float16; a result is rounded once for each product."""
-    x, factors, dy = (normal(*s, dtype=torch.bfloat16) for s in ((1, 64, 4096, 1), (1, 64, 64), (1, 64, 4096, 1)))
-    factors = [factors / 8] * 2
+def test_wide_factors_of_bfloat16_where_the_cpu_multiplies_it(monkeypatch):
+    """Each step's result is rounded then; else they are multiplied in float32."""
+    x, factors = torch.randn(1, 40, 128 * 128, 1).bfloat16(), [(torch.randn(1, 128, 128) / 11).bfloat16() for _ in range(2)]
     for has in (False, True):
         monkeypatch.setattr(torch_internals, "multiplies_bfloat16", lambda has=has: has)
-        assert torch_backend._plan_for(x, factors)[1] == (torch.bfloat16 if has else torch.float32)
-        assert torch_backend._plan_for(x.half(), factors)[1] == torch.float32
-        assert torch_backend._plan_for(x[:, :1, :16], [f[:, :4, :4] for f in factors])[1] == torch.float32
-        y = torch_backend.multiply(x, factors, None, 1.0, 0.0)
-        assert_close(y, expected(x, factors), magnitude=magnitude(x, factors), steps=2)
-        dx, _ = torch_backend.backward(dy, x, factors, 1.0, True, [True, True])
-        assert_close(dx, expected_gradients(dy, x, factors, 1.0)[0], steps=2, name="dx")
+        assert torch_backend._prepared(x, factors)[1][0].dtype == (torch.bfloat16 if has else torch.float32)
+        assert torch_backend._prepared(x, [f[:, :8, :8] for f in factors])[1][0].dtype == torch.float32
+        assert_close(torch_backend.multiply(x, factors), expected(x, factors), steps=2, magnitude=magnitude(x, factors))

@@ -54,8 +54,8 @@ def test_gradients_of_a_recorded_batch(threads):
 def test_multiplies(left, small, threads, monkeypatch):
     """Three rows of a wide innermost factor: a batch of three products; all transforms of it."""
     if not small:
-        monkeypatch.setattr("fastkron_py.kron.torch_backend.is_small", lambda problem: False)
-        monkeypatch.setattr("fastkron_py.kron.torch_steps.is_small", lambda problem: False)
+        monkeypatch.setattr("fastkron_py.kron.torch_steps.is_small", lambda shapes, elements: False)
+    monkeypatch.setattr("fastkron_py.kron.cpu.compiled.kernel", lambda itemsize: None)
     cut = []
     monkeypatch.setattr(matmul, "batch_parts", lambda a, b: cut.append(len(batch_parts(a, b))) or batch_parts(a, b))
     torch.manual_seed(1)

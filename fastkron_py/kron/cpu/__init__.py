@@ -1,0 +1,1 @@
+"""Kronecker multiplies on CPUs by one fused kernel, which numba compiles."""
