@@ -50,10 +50,12 @@ def units(request, monkeypatch):
     if request.param != "units as they are":
         monkeypatch.setattr(plan, "UNIT_BYTES", 256)
         monkeypatch.setattr(plan, "LEAST_COLUMNS", 7)
+        monkeypatch.setattr(plan, "ALONE_COLUMNS", 9)
         monkeypatch.setattr(plan, "THREAD_WORK", 1)
         monkeypatch.setattr(fused, "THREAD_WORK", 1)
     if request.param == "stages of one step":
         monkeypatch.setattr(plan, "BUFFER_BYTES", 1)
+        monkeypatch.setattr(plan, "ROW_BYTES", 1)
     plan.plan.cache_clear()
     yield request.param
     monkeypatch.undo()
@@ -209,7 +211,7 @@ def test_narrow_neighbours_are_multiplied_out():
 
 def test_stages_hold_their_intermediates_in_cache():
     assert len(planned([(32, 32)] * 3, 128).stages) == 1
-    assert [(s.rows, s.columns) for s in planned([(64, 64)] * 3, 8).stages] == [(512, 1), (8, 4096)]
+    assert [(s.rows, s.columns) for s in planned([(64, 64)] * 4, 2).stages] == [(128, 1), (2, 64**3)]
     assert all(s.buffer * 4 <= plan.BUFFER_BYTES for s in planned([(16, 16)] * 4, columns=64).stages)
 
 

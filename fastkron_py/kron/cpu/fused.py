@@ -20,6 +20,7 @@ from fastkron_py.runtime.program import bits
 
 KINDS: Final = {torch.float32: SAME, torch.float64: SAME, torch.float16: HALF, torch.bfloat16: BFLOAT16}
 LARGE: Final = 1 << 18  # elements of a factor by which torch's products are as fast
+FEW_COLUMNS: Final = 6  # fewer fill no vector: they are turned into rows
 _ALIGNMENT: Final = 64
 _ADDRESS: Final = ctypes.sizeof(ctypes.c_int64)
 
@@ -65,6 +66,10 @@ def multiplied(x: Tensor, factors: Sequence[Tensor], alpha: float) -> Tensor | N
     return fused(Layout.of(x), tuple([Layout.of(f) for f in factors]), alpha != 1, torch.get_num_threads())(kernel, x, factors, alpha)
 
 
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    return Layout.of(torch.empty(shape, dtype=dtype, device="meta"))
+
+
 def _is_read(x: Layout, stage: Stage) -> bool:
     """Whether a first stage reads x as it is: columns lie side by side, and so do the modes that the stage leaves alone."""
     (_, rows, length, columns), (_, row, k, column) = x.shape, x.strides
@@ -85,12 +90,14 @@ class Fused:
             factors: ``[B, P_i, Q_i]``.
             is_scaled: whether alpha is not 1.
         """
+        self._given_x, self._is_turned = x, 1 < x.shape[3] < FEW_COLUMNS
+        if self._is_turned:
+            x = _contiguous((x.shape[0], x.shape[1] * x.shape[3], x.shape[2], 1), x.dtype)
         sizes = _sizes(x, factors)
         self._dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self._plan: Plan = plan(sizes)
-        self._given_x, self._copies = x, not _is_read(x, self._plan.stages[0])
-        if self._copies:
-            x = Layout.of(torch.empty(x.shape, dtype=x.dtype, device="meta"))
+        self._copies = self._is_turned or not _is_read(x, self._plan.stages[0])
+        x = _contiguous(x.shape, x.dtype) if self._copies else x
         self._x, self._factors, self._sizes = x, factors, sizes
         self._shape = (sizes.groups, sizes.rows, math.prod([q for _, q in sizes.shapes]), sizes.columns)
         self._nbytes, self._ints = 0, [0]
@@ -113,7 +120,8 @@ class Fused:
         """
         y = x.new_empty(self._shape)
         if self._copies:
-            x = x.as_strided(self._given_x.shape, self._given_x.strides).contiguous()
+            x = x.as_strided(self._given_x.shape, self._given_x.strides)
+            x = (x.transpose(2, 3) if self._is_turned else x).contiguous()
         ints = self._kind.from_buffer_copy(self._template)
         if self._nbytes:
             scratch = x.new_empty(self._nbytes, dtype=torch.uint8)
@@ -134,6 +142,8 @@ class Fused:
                 kernel.parallel(address + _ADDRESS * place, count)
             else:
                 kernel.stage(address + _ADDRESS * place)
+        if self._is_turned:
+            y = y.view(*self._given_x.shape[:2], self._given_x.shape[3], -1).transpose(2, 3).contiguous()
         return y
 
     # ---- the integers ----------------------------------------------------------------------------
@@ -215,7 +225,8 @@ class Fused:
 
     def _write_stage(self, place: int, stage: Stage, threads: int) -> None:
         blocks, chunks = -(-stage.rows // stage.unit_rows), -(-stage.columns // stage.unit_columns)
-        buffer = -(-stage.buffer * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        is_direct = len(stage.steps) == 1 and KINDS[self._x.dtype] == SAME  # from x to y without a buffer
+        buffer = 0 if is_direct else -(-stage.buffer * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         head = [stage.rows, stage.columns, stage.length, stage.width, stage.unit_rows, stage.unit_columns]
         self._ints[place + 12 : place + HEAD] = [*head, self._sizes.groups * blocks * chunks, blocks, chunks, len(stage.steps), 0, buffer]
         self._point(place + 22, -1 - self._reserve(2 * buffer * threads))

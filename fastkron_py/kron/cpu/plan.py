@@ -22,7 +22,11 @@ PASS: Final = 4.0  # a vector of an intermediate: written and read again
 WIDEST: Final = 64  # rows or columns of factors that are multiplied out
 UNIT_BYTES: Final = 1 << 14  # of a buffer of a unit, in the first level of cache: two are in use
 BUFFER_BYTES: Final = 1 << 18  # at most, in the second one
+ROW_BYTES: Final = 1 << 20  # at most, where the buffer is one row: another stage would take new memory for all of them
 LEAST_COLUMNS: Final = 64  # of a unit where each of its rows lies apart
+# Of a unit with one matrix, whose operand and result are in no buffer: at least, so that each pass over the matrix serves many.
+ALONE_COLUMNS: Final = 512
+ALONE_ROWS: Final = 64
 THREAD_WORK: Final = 1 << 19  # multiply-adds, from which threads share a stage
 
 Shapes = tuple[tuple[int, int], ...]
@@ -160,7 +164,7 @@ def _parts(sizes: Sizes, matrices: Sequence[Matrix]) -> list[list[int]]:
 
 def _is_small(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
     columns = min(LEAST_COLUMNS, sizes.columns * math.prod([min(m.p, m.q) for m in matrices[last:]]))
-    return _widest(matrices, first, last) * columns * sizes.itemsize <= BUFFER_BYTES
+    return _widest(matrices, first, last) * columns * sizes.itemsize <= (ROW_BYTES if columns == 1 else BUFFER_BYTES)
 
 
 def _has_units(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
@@ -175,12 +179,14 @@ def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     length, width = (math.prod([m[side] for m in matrices[first:last]]) for side in (2, 3))
     widest = max(length, width, buffer)
     vectors = VECTOR // sizes.itemsize * 2
-    fitting = UNIT_BYTES // sizes.itemsize // widest
-    most = max(fitting, LEAST_COLUMNS)
+    fitting, is_one = UNIT_BYTES // sizes.itemsize // widest, len(steps) == 1
+    most = max(fitting, ALONE_COLUMNS if is_one else LEAST_COLUMNS)
     if sizes.groups * rows < sizes.threads:
         most = min(most, max(vectors, -(-columns // sizes.threads)))
     unit_columns = columns if columns <= most else _evenly(columns, most, vectors)
-    unit_rows = max(1, min(fitting // columns, sizes.groups * rows // sizes.threads, rows))
+    most_rows = max(fitting, ALONE_ROWS if is_one else 1) // columns
+    unit_rows = max(1, min(most_rows, sizes.groups * rows // sizes.threads, rows))
+    unit_rows = unit_rows // BLOCK_ROWS * BLOCK_ROWS or unit_rows
     held = max(widest, buffer) * unit_rows * unit_columns
     return Stage(tuple(steps), rows, columns, length, width, unit_rows, unit_columns, held, sizes.groups * rows * columns * work)
 
