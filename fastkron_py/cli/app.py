@@ -66,6 +66,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     )
     console.print(table("Caches", ["of", "path"], [[k, v] for k, v in found["caches"].items()]))
     console.print(f"call cache: {found['call_cache']}", markup=False, soft_wrap=True)
+    console.print(f"CPU kernel: {found['cpu_kernel']}", markup=False, soft_wrap=True)
 
 
 def _figures(device: dict[str, Any]) -> str:

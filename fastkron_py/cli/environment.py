@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 import fastkron_py
+from fastkron_py.kron.cpu import compiled
 from fastkron_py.kron.tune.table import cache_file
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.backend import choose_backend, is_interpreting, requested_backend, triton_obstacle
@@ -62,6 +63,7 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": installed("triton"),
+        "numba": installed("numba"),
         "numpy": installed("numpy"),
         "array-api-compat": installed("array-api-compat"),
         "cupy": installed(*CUPY_DISTRIBUTIONS),
@@ -114,6 +116,13 @@ def call_cache() -> str:
     return "on" if obstacle is None else f"off: {obstacle}"
 
 
+def cpu_kernel() -> str:
+    """Whether CPUs multiply by the compiled kernel, and why not."""
+    if not compiled.is_installed():
+        return "off: numba is not installed (the extra cpu)"
+    return "on" if compiled.openmp() is not None else "on, in one thread: this torch has no OpenMP library that can be called"
+
+
 def report() -> dict[str, Any]:
     """Everything that ``info`` shows, ready for JSON."""
     found = devices()
@@ -127,4 +136,5 @@ def report() -> dict[str, Any]:
         },
         "caches": caches(),
         "call_cache": call_cache(),
+        "cpu_kernel": cpu_kernel(),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from types import SimpleNamespace
 
@@ -40,8 +41,9 @@ def test_info_as_json(runner: CliRunner) -> None:
     result = runner.invoke(app, ["info", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
-    assert set(found) == {"versions", "devices", "backend", "caches", "call_cache"}
+    assert set(found) == {"versions", "devices", "backend", "caches", "call_cache", "cpu_kernel"}
     assert found["call_cache"] == "on"
+    assert found["cpu_kernel"].startswith("on" if importlib.util.find_spec("numba") else "off: numba")
     assert found["versions"]["torch"] == torch.__version__
     assert [d["device"] for d in found["devices"]] == ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     auto = found["backend"]["auto"]
