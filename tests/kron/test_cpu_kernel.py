@@ -243,6 +243,15 @@ def test_torch_serves_while_it_is_compiled(monkeypatch):
     assert compiled.kernel(4) is ready
 
 
+def test_deterministic_algorithms_wait_for_it(monkeypatch):
+    ready = compiled.kernel(4)
+    monkeypatch.setattr(compiled, "waits", False)
+    monkeypatch.setattr(compiled, "_found", {})
+    monkeypatch.setattr(compiled, "_compile", lambda itemsize: compiled._found.update({itemsize: ready}))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert compiled.kernel(4) is ready
+
+
 def test_what_fails_to_compile_is_logged_and_torch_serves(monkeypatch, caplog):
     from fastkron_py.kron.cpu import kernels
 

@@ -58,7 +58,7 @@ def _begin(itemsize: int) -> Kernel | None:
         is_first = itemsize not in _found
         _found.setdefault(itemsize, None)
     if is_first and is_installed():
-        if waits:
+        if waits or torch.are_deterministic_algorithms_enabled():  # equal calls give equal bits, the first one too
             _compile(itemsize)
         else:  # the interpreter waits for it when it ends: LLVM must not be torn down while it works
             threading.Thread(target=_compile, args=(itemsize,), name="fastkron_py compiles its CPU kernel").start()
