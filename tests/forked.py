@@ -20,8 +20,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-PRELOADED = ["torch", "torch.distributed.tensor", "torch._inductor.config", "fastkron_py.distributed", "fastkron_py.kron.tune.table"]
-"""What the server imports, and its children use; deterministic algorithms import the third, which takes seconds."""
+PRELOADED = [
+    *("torch", "torch.distributed.tensor", "torch._inductor.config"),
+    *("fastkron_py.distributed", "fastkron_py.kron.tune.table", "cpu_kernel"),
+]
+"""What the server imports, if it can, and its children use; deterministic algorithms import the third, which takes seconds."""
 
 
 def context() -> ForkServerContext:

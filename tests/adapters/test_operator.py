@@ -49,8 +49,8 @@ def test_the_composed_products_numbers(plans: None, backend_name: str, device: t
         for g, w in zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy), strict=True):
             assert_close(g, w.double(), steps=1)
             assert g.dtype == w.dtype
-        with torch.no_grad():
-            assert torch.equal(lokr_linear(x, w1, w2, base=base, scale=0.5), want)
+        with torch.no_grad():  # on CPUs by a kernel that rounds less often
+            assert_close(lokr_linear(x, w1, w2, base=base, scale=0.5), want.double(), steps=2)
 
 
 def test_some_gradients(plans: None, backend_name: str, device: torch.device, generator: torch.Generator) -> None:

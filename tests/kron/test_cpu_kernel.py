@@ -233,6 +233,7 @@ def test_torch_serves_while_it_is_compiled(monkeypatch):
         compiled._found[itemsize] = ready
 
     monkeypatch.setattr(compiled, "waits", False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     monkeypatch.setattr(compiled, "_found", {})
     monkeypatch.setattr(compiled, "_compile", compile_later)
     assert compiled.kernel(4) is None
