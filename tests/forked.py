@@ -57,6 +57,7 @@ def run(code, arguments, folder, environment, files):
     os.environ.update(environment)
     sys.path[:0] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = ["-c", *arguments]
+    sys.modules["numba"] = None  # takes longer to import than most programs run: torch's products serve
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     try:
         exec(compile(code, "<string>", "exec"), vars(main))
