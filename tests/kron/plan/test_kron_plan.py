@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import fastkron_py
+from benchmarks.kron import plans
 from benchmarks.kron.programs import pretending
 from fastkron_py import KroneckerProduct, families, kron_matmul, kron_plan
 from fastkron_py.kron import gradients, operator, quantize
@@ -166,3 +168,8 @@ def test_refusals_say_why() -> None:
         kron_plan((0, 16), [(16, 16)], device="H100")
     with pytest.raises(TypeError, match="dtype"):
         kron_plan(x, factors, device="H100", dtype=torch.float64)
+
+
+def test_the_page_of_plans() -> None:
+    page = (Path(__file__).parents[3] / "docs/how_it_works/plans.md").read_text()
+    assert page.endswith(plans.page()), "python -m benchmarks.kron.plans prints the page's sections"
