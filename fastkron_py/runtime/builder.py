@@ -144,7 +144,7 @@ class Builder:
             operands: tensors, tuples of tensors, descriptors, `Spanning`s.
             scalars: integers and `Scalar`s.
         """
-        step = Step(launcher, (), tuple(scalars), None, tuple([o.descriptor if isinstance(o, Spanning) else o for o in operands]))
+        step = Step(launcher, (), tuple(scalars), None)
         step.operands = tuple([self._operand(o, step) for o in operands])
         self._steps.append(step)
 

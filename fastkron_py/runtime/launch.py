@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -101,11 +99,6 @@ class LaunchConfig(NamedTuple):
     grid: tuple[int]
     arguments: dict[str, Any]
 
-    @property
-    def given_names(self) -> list[str]:
-        """The names of the first ones, in the kernel's order."""
-        return [name for name in self.kernel.arg_names if name not in self.arguments]
-
     def launch(self, first: Mapping[str, Any], *, only_compile: bool = False) -> Any:
         """Launch through Triton, which compiles the kernel first. Returns the compiled kernel, None by the interpreter.
 
@@ -133,7 +126,7 @@ class Launcher:
         while True:
             config = self.configs[self._first]
             kernel, grid, arguments = config
-            names = config.given_names
+            names = [name for name in kernel.arg_names if name not in arguments]
             try:
                 compiled = config.launch(dict(zip(names, map(_in_reals, given), strict=True)))
             except OutOfResources:
@@ -147,11 +140,6 @@ class Launcher:
                 self._ready = ready_of(compiled, grid, *_around(kernel.arg_names, names, scalars, arguments))
             return
 
-    def compile(self, given: Sequence[Any]) -> None:
-        """Compile what a launch would, on operands like these, which may be without memory; nothing is launched."""
-        config = self.configs[self._first]
-        config.launch(dict(zip(config.given_names, map(_in_reals, given), strict=True)), only_compile=True)
-
     @property
     def fell_back(self) -> bool:
         """Whether the device has too little shared memory for the first configuration."""
@@ -160,20 +148,6 @@ class Launcher:
     def ready(self) -> Ready | None:
         """The compiled kernel for aligned pointers, once there is one."""
         return self._ready
-
-
-def compile_together(launches: Sequence[tuple[Launcher, Sequence[Any]]]) -> None:
-    """Compile the kernels of launches on operands like these in threads: for most of the time Triton's compiler holds no lock of Python's.
-
-    Nothing happens in the interpreter, for one launch, or while a CUDA graph is captured: then each launch compiles its own.
-    """
-    is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if len(launches) < 2 or knobs.runtime.interpret or is_capturing:
-        return
-    # What fails here fails again in its launch, which says so or falls back.
-    with contextlib.suppress(Exception), ThreadPoolExecutor(len(launches)) as pool, triton.AsyncCompileMode(pool):
-        for launcher, given in launches:
-            launcher.compile(given)
 
 
 def _around(order: Sequence[str], names: Sequence[str], scalars: Sequence[str], arguments: dict[str, Any]) -> tuple[Any, Any]:

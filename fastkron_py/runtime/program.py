@@ -121,7 +121,6 @@ class Step:
         operands: numbers of values, for a launch; for a call, views.
         scalars: integers and `Scalar`s.
         results: numbers of the tensors that a call returns; None for a launch.
-        examples: the operands of a launch, as tensors without memory.
         makes: buffers that are allocated before it.
         shifts: places that are worked out before it.
         tuples: tuples of addresses, by number.
@@ -133,7 +132,6 @@ class Step:
     operands: tuple[Any, ...]
     scalars: tuple[Any, ...]
     results: tuple[int, ...] | None
-    examples: tuple[Any, ...] = ()
     makes: list[Make] = field(default_factory=list)
     shifts: list[Shift] = field(default_factory=list)
     tuples: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -214,7 +212,6 @@ class Program:
         self._has_calls = any([step.results is not None for step in steps])
         self._aligned, self._orders = places
         self.has_places = bool(self._aligned or self._orders)
-        self._is_new = True  # whether it has not run on a GPU
         self._device_type = "cpu" if device.type == "meta" else device.type
         self._runs: dict[Any, Run] = {}  # by the stream and the scalars; of None in place of a stream, by tensors
         self._alone = None if any([step.results is None for step in steps]) else _Straight(self).run()  # calls of torch alone
@@ -269,15 +266,7 @@ class Program:
 
     def _compiled(self, key: Any, scalars: tuple[float, ...]) -> Run | None:
         """The run with compiled kernels, which a first run by tensors sees to where there is a compiler; else None."""
-        steps = [step for step in self._steps if step.results is None]
-        launches = [step.run.ready() for step in steps]
-        if self._is_new and None in launches:
-            from fastkron_py.runtime.launch import compile_together
-
-            compile_together(
-                [(s.run, (*s.examples, *[0] * len(s.scalars))) for s, made in zip(steps, launches, strict=True) if made is None]
-            )
-        self._is_new = False
+        launches = [step.run.ready() for step in self._steps if step.results is None]
         is_unaligned = any([shift.nbytes & _ALIGNED for step in self._steps for shift in step.shifts])
         if None in launches or is_unaligned:
             return None

@@ -9,12 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-import threading
 from dataclasses import replace
 from typing import Any
 
 import torch
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -27,7 +25,6 @@ from fastkron_py.runtime.gpu import HOPPER
 
 LAUNCHES: list[dict[str, Any]] = []
 BUILT: list[str] = []  # operators whose program was built
-COMPILED: list[bool] = []  # of each kernel, whether it was compiled in the thread of the call
 CURRENT = {"device": 0, "stream": 11}
 
 
@@ -96,11 +93,6 @@ def note_programs(declared: Any) -> None:
     declared._build = noted
 
 
-def note_compile(**_: Any) -> None:
-    """Stands for a listener of Triton's compiler."""
-    COMPILED.append(threading.current_thread() is threading.main_thread())
-
-
 def has_tensors(argument: Any) -> bool:
     return isinstance(argument, torch.Tensor) or (isinstance(argument, tuple) and any(map(has_tensors, argument)))
 
@@ -114,7 +106,6 @@ def launched(call: Any) -> list[dict[str, Any]]:
 
 def main() -> None:
     driver.set_active(H100())
-    knobs.compilation.listener = note_compile
     torch.cuda.device = Entered  # type: ignore[assignment, misc]
     for declared in (operator.kron_matmul, operator.kron_matmul_backward):
         note_programs(declared)
@@ -156,9 +147,7 @@ def backward() -> dict[str, Any]:
             BUILT.clear()
             for way in ("first", "built again", "cached"):
                 y = fastkron_py.kron_matmul(x, factors)
-                COMPILED.clear()
                 ways[way] = launched(functools.partial(torch.autograd.grad, y, [x, *factors], dy))
-                ways[f"compiled, {way}"] = list(COMPILED)
                 if way == "first":
                     CACHE.forget()
             ways["programs"] = BUILT.count("kron_matmul_backward")

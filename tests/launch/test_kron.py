@@ -103,11 +103,3 @@ def test_backward_passes(found: dict[str, Any]) -> None:
 
 def flat(pointers: Any) -> list[int]:
     return list(pointers) if isinstance(pointers, list) else [pointers]
-
-
-def test_kernels_of_a_program_are_compiled_together(found: dict[str, Any]) -> None:
-    """In other threads than the call's, once; what the launches ask for afterwards is there."""
-    for ways in found["backward"].values():
-        assert len(ways["compiled, first"]) > 1
-        assert not any(ways["compiled, first"])
-        assert not ways["compiled, built again"]
