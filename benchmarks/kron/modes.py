@@ -135,10 +135,11 @@ def forced(algorithm: str) -> Iterator[None]:
     if algorithm not in ALGORITHMS:
         raise NotImplementedError(algorithm)
     (name,) = [name for name, own in FAMILIES.items() if own == algorithm] or [torch_products.name]
+    times = torch_products.multiply_times
     planner.plan.cache_clear()  # it knows the choice of another algorithm
     with (
         families(name),
-        patch.object(torch_products, "multiply_times", lambda _: {algorithm: 1.0}),
+        patch.object(torch_products, "multiply_times", lambda mode: {algorithm: 1.0} if name == torch_products.name else times(mode)),
         patch.object(gradients, "bids", lambda problem: [bid for bid in bids(problem) if _algorithm(bid.offer) == algorithm]),
     ):
         yield

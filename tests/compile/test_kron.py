@@ -164,8 +164,8 @@ def test_products_of_wide_factors_hardly_spill(kernels: list[dict[str, Any]]) ->
 def test_the_backward_pass_hardly_spills(kernels: list[dict[str, Any]]) -> None:
     """What `is_fused` lets together fits into registers: a few values at most go to the stack, once a tile."""
     names = ("_chained_step_bwd_kernel", "_fused_multiply_bwd_kernel", "_chained_pair_bwd_kernel")
-    fused = [k for k in kernels if k["kernel"] in names and k["problem"] in ("16^4", "32^4", "64^3", "128^2", "8^5")]
-    assert {k["problem"] for k in fused} == {"16^4", "32^4", "64^3", "128^2", "8^5"}
+    fused = [k for k in kernels if k["kernel"] in names and k["problem"] in ("16^4", "32^4", "64^3", "8^5")]
+    assert {k["problem"] for k in fused} == {"16^4", "32^4", "64^3", "8^5"}
     assert [k for k in fused if k["stack"] > {names[0]: 0, names[1]: 32, names[2]: 16}[k["kernel"]]] == []
 
 
