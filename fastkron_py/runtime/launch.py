@@ -99,14 +99,13 @@ class LaunchConfig(NamedTuple):
     grid: tuple[int]
     arguments: dict[str, Any]
 
-    def launch(self, first: Mapping[str, Any], *, only_compile: bool = False) -> Any:
+    def launch(self, first: Mapping[str, Any]) -> Any:
         """Launch through Triton, which compiles the kernel first. Returns the compiled kernel, None by the interpreter.
 
         Args:
             first: the first arguments, by name.
-            only_compile: compile what a launch would, and keep it in Triton's caches, but launch nothing.
         """
-        return self.kernel.run(grid=self.grid, warmup=only_compile, **first, **self.arguments, **_OPTIONS)
+        return self.kernel.run(grid=self.grid, warmup=False, **first, **self.arguments, **_OPTIONS)
 
 
 class Launcher:
