@@ -203,12 +203,6 @@ def step_quantities(mode: Mode, config: SingleConfig) -> dict[str, float]:
     }
 
 
-def step_seconds(mode: Mode) -> float:
-    """The modelled seconds of one step of real numbers."""
-    (config, *_) = single_configs(mode.p, mode.q, mode.itemsize, mode.slices, mode.gpu)
-    return priced(name, mode.gpu, mode.itemsize, step_quantities(mode, config))
-
-
 def chain_quantities(mode: Mode, launch: Launch, config: ChainConfig) -> dict[str, float]:
     """Those of a chain, whose tiles pass through shared memory between two steps."""
     parts, work, moves = launch.parts, launch.work, mode.moves(config.block_s, run_of(1, mode.after, config.block_s))
