@@ -299,18 +299,8 @@ def stage(p, kind):
     size = _size(kind)
     x, x_group, x_row, x_k, x_kind = p[2], p[3], p[4], p[5], p[6]
     y, y_group, y_row, y_k, y_kind = p[7], p[8], p[9], p[10], p[11]
-    L, R, length, width, rows_most, columns_most, units, blocks, chunks, steps = (
-        p[12],
-        p[13],
-        p[14],
-        p[15],
-        p[16],
-        p[17],
-        p[18],
-        p[19],
-        p[20],
-        p[21],
-    )
+    L, R, length, width, rows_most, columns_most = p[12], p[13], p[14], p[15], p[16], p[17]
+    units, blocks, chunks, steps = p[18], p[19], p[20], p[21]
     x_size, y_size = 2 if x_kind else size, 2 if y_kind else size
     buffer = p[23]
     first = p[22] + _claim(p, 1) * 2 * buffer
