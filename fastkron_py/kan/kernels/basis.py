@@ -32,7 +32,8 @@ def basis_value(state, d, table_ptr, BASIS: tl.constexpr):
 @triton.jit
 def skip_first(state, zero, BASIS: tl.constexpr):
     """The state at the first degree in the product, of that at degree 0."""
-    for skipped in tl.static_range(BASIS[1]):
+    FIRST: tl.constexpr = BASIS[1]
+    for skipped in tl.static_range(FIRST):
         state = next_degree(state, zero + skipped, BASIS)
     return state
 
