@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
@@ -284,9 +283,8 @@ class _Pass:
 
 def _problem(x: Tensor, factors: Sequence[Tensor], precision: str, device: torch.device) -> Problem:
     """The problem of the plan: x is ``[B, L, K, R]``, in memory or not, and taken as contiguous."""
-    shapes, gpu = [(f.shape[1], f.shape[2]) for f in factors], devices.gpu_of(device)
-    made = contiguous_problem(shapes, x.shape[0] * x.shape[1], x.shape[3], x.dtype, gpu, precision)
-    return replace(made, missing=missing(x.dtype, gpu))
+    shapes, gpu, (groups, rows, _, columns) = [(f.shape[1], f.shape[2]) for f in factors], devices.gpu_of(device), x.shape
+    return contiguous_problem(shapes, groups * rows, columns, x.dtype, gpu, precision, missing=missing(x.dtype, gpu))
 
 
 def _groups(problem: Problem, need_factors: Sequence[bool]) -> tuple[list[Group], list[int]]:

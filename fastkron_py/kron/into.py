@@ -167,7 +167,7 @@ def _order(problem: Problem, parts: int) -> _Order:
 
 def _problem(shapes: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype, device: torch.device) -> Problem:
     """The problem of a multiply of x ``[rows, K]`` by factors of these shapes."""
-    return replace(contiguous_problem(shapes, rows, 1, dtype, devices.gpu_of(device)), families=_FAMILIES)
+    return contiguous_problem(shapes, rows, 1, dtype, devices.gpu_of(device), families=_FAMILIES)
 
 
 @lru_cache(maxsize=256)

@@ -195,14 +195,14 @@ class Problem(Elements):
 
 
 def contiguous_problem(
-    shapes: Sequence[tuple[int, int]], rows: int, columns: int, dtype: torch.dtype, gpu: GPU, precision: str = "highest"
+    shapes: Sequence[tuple[int, int]], rows: int, columns: int, dtype: torch.dtype, gpu: GPU, precision: str = "highest", **more: Any
 ) -> Problem:
-    """The problem of a multiply of a contiguous x ``[rows, K, columns]`` by contiguous factors of these shapes."""
+    """The multiply of a contiguous x ``[rows, K, columns]`` by contiguous factors of these shapes; more as `Problem` has it."""
     sizes = tuple([p for p, _ in shapes])
     x = Rows(0, math.prod(sizes) * columns, 1)
     factor_shapes, strides = tuple([(1, *s) for s in shapes]), tuple([(0, q, 1) for _, q in shapes])
     shape = (1, rows, math.prod(sizes), columns)
-    return Problem(shape, x, None, factor_shapes, strides, 0, len(shapes), sizes, False, precision, dtype, gpu)
+    return Problem(shape, x, None, factor_shapes, strides, 0, len(shapes), sizes, False, precision, dtype, gpu, **more)
 
 
 @dataclass(frozen=True)

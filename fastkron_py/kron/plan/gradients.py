@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -61,8 +60,7 @@ def part_of(problem: Problem, start: int, stop: int, widths: Sequence[int], is_b
     """The multiply by factors start to stop, or back by their adjoints, of a contiguous operand whose modes have these widths."""
     shapes = [(q, p) if is_back else (p, q) for p, q in problem.shapes[start:stop]]
     rows, columns = problem.shape[0] * problem.shape[1] * math.prod(widths[:start]), math.prod(widths[stop:]) * problem.shape[3]
-    found = contiguous_problem(shapes, rows, columns, problem.dtype, problem.gpu, problem.precision)
-    return replace(found, missing=problem.missing)
+    return contiguous_problem(shapes, rows, columns, problem.dtype, problem.gpu, problem.precision, missing=problem.missing)
 
 
 @lru_cache(maxsize=4096)

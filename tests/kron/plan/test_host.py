@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ EAGER = {  # problems that torch took fewer steps for: shapes, rows, dtype
 
 
 def planned(shapes: list[tuple[int, int]], rows: int, dtype: torch.dtype, counts: bool) -> tuple[Problem, planner.Plan]:
-    problem = replace(contiguous_problem(shapes, rows, 1, dtype, HOPPER), counts_host=counts)
+    problem = contiguous_problem(shapes, rows, 1, dtype, HOPPER, counts_host=counts)
     return problem, planner.plan(problem)
 
 
@@ -61,7 +60,7 @@ def test_no_draft_that_may_be_the_best_is_dropped(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(planner, "asked", lambda problem: [tile])
     monkeypatch.setattr(tile, "offers", offers)
     monkeypatch.setattr(HostWork, "seconds", lambda self, gpu: 1e-4 * self.launches)
-    problem = replace(contiguous_problem([(2, 2)] * 4, 10, 1, torch.float32, HOPPER), counts_host=True)
+    problem = contiguous_problem([(2, 2)] * 4, 10, 1, torch.float32, HOPPER, counts_host=True)
     drafts = planner._search(planner._Bids(problem, False, 1))
     least = min([max(made) for count in (2, 3, 4) for made in sums(count)])
     assert min([max(draft.seconds, draft.host) for draft in drafts]) == pytest.approx(1e-4 * least)
@@ -106,5 +105,5 @@ def test_a_program_is_planned_for_what_counts() -> None:
 
 
 def test_families_without_an_offer_do_not_count() -> None:
-    problem = replace(contiguous_problem([(16, 16)] * 3, 8, 1, torch.float32, HOPPER), counts_host=True, families=("fragments",))
+    problem = contiguous_problem([(16, 16)] * 3, 8, 1, torch.float32, HOPPER, counts_host=True, families=("fragments",))
     assert {launch.family for launch in planner.plan(problem).launches} == {fragments.name}
