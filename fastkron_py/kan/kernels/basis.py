@@ -1,7 +1,8 @@
 """A basis as kernels' functions hand it on, in Triton and in Gluon: one constant, BASIS, and what is done with it.
 
 BASIS is (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM): number of functions, first degree in the product, the basis's parameters, its
-prologue or its derivatives', and the normaliser.
+prologue or its derivatives', and the normaliser. To Triton up to 3.7 an element of a constant that a kernel has put together is a number,
+which is handed on as a constant only by a name.
 """
 
 import triton
@@ -14,19 +15,25 @@ FIRST_AT = tl.constexpr(1)
 @triton.jit
 def begin_basis(x, BASIS: tl.constexpr):
     """The state at degree 0."""
-    return BASIS[3](BASIS[6](x), BASIS[0], BASIS[2])
+    TERMS: tl.constexpr = BASIS[0]
+    PARAMS: tl.constexpr = BASIS[2]
+    return BASIS[3](BASIS[6](x), TERMS, PARAMS)
 
 
 @triton.jit
 def next_degree(state, d, BASIS: tl.constexpr):
     """The state at degree d + 1, of that at degree d."""
-    return BASIS[4](state, d, BASIS[0], BASIS[2])
+    TERMS: tl.constexpr = BASIS[0]
+    PARAMS: tl.constexpr = BASIS[2]
+    return BASIS[4](state, d, TERMS, PARAMS)
 
 
 @triton.jit
 def basis_value(state, d, table_ptr, BASIS: tl.constexpr):
     """The value of degree d, of the state there."""
-    return BASIS[5](state, d, table_ptr, BASIS[0], BASIS[2])
+    TERMS: tl.constexpr = BASIS[0]
+    PARAMS: tl.constexpr = BASIS[2]
+    return BASIS[5](state, d, table_ptr, TERMS, PARAMS)
 
 
 @triton.jit
