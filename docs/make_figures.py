@@ -213,9 +213,79 @@ def distributed(folder: Path) -> None:
     picture(plan(Problem(8, (64,) * 3, (64,) * 3), (1, 4), stages="rows"), folder / "distributed_rows.png")
 
 
+def matrix(axes: Any, left: float, top: float, values: list[list[str]], colours: list[list[str]], name: str = "", size: float = 9) -> None:
+    """A matrix of coloured cells with texts, and its name above."""
+    for i, row in enumerate(values):
+        for j, text in enumerate(row):
+            axes.add_patch(Rectangle((left + j, top + i), 1, 1, facecolor=colours[i][j], edgecolor="white", linewidth=1.5))
+            axes.text(left + j + 0.5, top + i + 0.53, text, ha="center", va="center", fontsize=size, color=INK)
+    axes.text(left + len(values[0]) / 2, top - 0.35, name, ha="center", va="center", fontsize=11, color=INK, style="italic")
+
+
+def kronecker_product(path: Path) -> None:
+    """Every element of A times the whole of B, in numbers."""
+    a, b = [[1, 2], [0, 3]], [[1, 4], [5, 2], [3, 0]]
+    blocks = [["#c3daf0", "#f7d9b0"], ["#e9edf1", "#bfe6d6"]]
+    figure, axes = canvas(8.6, 3.6, 16, 7)
+    matrix(axes, 0.2, 2.5, [[str(v) for v in row] for row in a], blocks, "A  2 x 2", 11)
+    axes.text(2.85, 3.5, "\u2297", ha="center", va="center", fontsize=15, color=INK)
+    matrix(axes, 3.5, 2.0, [[str(v) for v in row] for row in b], [["#eef1f4"] * 2] * 3, "B  3 x 2", 11)
+    axes.text(6.15, 3.5, "=", ha="center", va="center", fontsize=15, color=INK)
+    values = [[str(a[i // 3][j // 2] * b[i % 3][j % 2]) for j in range(4)] for i in range(6)]
+    colours = [[blocks[i // 3][j // 2] for j in range(4)] for i in range(6)]
+    matrix(axes, 6.8, 0.9, values, colours, "A \u2297 B  6 x 4", 11)
+    lines = ("Each block is", "one element of A", "times all of B.", "", "A and B hold 10", "numbers, the", "product holds 24.")
+    for i, line in enumerate(lines):
+        axes.text(11.6, 1.5 + 0.72 * i, line, fontsize=10.5, color=MUTED, va="center")
+    figure.savefig(path)
+
+
+def product_by_factors(path: Path) -> None:
+    """One row of x as a matrix: each factor multiplies along its own side."""
+    figure, axes = canvas(10.5, 2.9, 23, 6.3)
+    x_colour, first, second = "#c3daf0", "#f7d9b0", "#bfe6d6"
+    matrix(axes, 0.2, 1.6, [[f"$x_{3 * i + j}$" for j in range(3)] for i in range(2)], [[x_colour] * 3] * 2, "x as 2 x 3")
+    axes.text(3.7, 2.6, "@", ha="center", va="center", fontsize=12, color=INK)
+    matrix(axes, 4.2, 1.1, [[""] * 3] * 3, [[first] * 3] * 3, "$F_2$")
+    axes.text(7.7, 2.6, "=", ha="center", va="center", fontsize=12, color=INK)
+    matrix(axes, 8.2, 1.6, [[""] * 3] * 2, [[first] * 3] * 2, "rows times $F_2$")
+    axes.text(11.9, 2.6, "then", ha="center", va="center", fontsize=10, color=MUTED)
+    matrix(axes, 12.8, 1.6, [[""] * 2] * 2, [[second] * 2] * 2, "$F_1^T$")
+    axes.text(15.3, 2.6, "@", ha="center", va="center", fontsize=12, color=INK)
+    matrix(axes, 15.8, 1.6, [[""] * 3] * 2, [[first] * 3] * 2)
+    axes.text(19.3, 2.6, "=", ha="center", va="center", fontsize=12, color=INK)
+    matrix(axes, 19.8, 1.6, [[f"$y_{3 * i + j}$" for j in range(3)] for i in range(2)], [[second] * 3] * 2, "y as 2 x 3")
+    axes.text(
+        0.2, 5.4, "y equals x @ ($F_1$ \u2297 $F_2$): 30 multiplications in place of 36, and no 6 x 6 matrix.", fontsize=10.5, color=MUTED
+    )
+    figure.savefig(path)
+
+
+def growth(path: Path) -> None:
+    """Numbers in the factors and in the Kronecker product, for 64 x 64 factors."""
+    figure, axes = canvas(8.6, 2.9, 16, 5.6)
+    axes.text(0.2, 0.4, "float32 memory for N factors of 64 x 64, on a logarithmic scale", fontsize=10.5, color=MUTED, va="center")
+    names = ("16 KB", "64 MB", "256 GB", "1 PB")
+    for n, name in enumerate(names, 1):
+        y = 0.1 + 1.15 * n
+        dense, factors = 64.0 ** (2 * n), n * 64.0**2
+        for shift, count, colour, text in (
+            (0.0, dense, "#9fb3c8", f"Kronecker product: {name}"),
+            (0.45, factors, ACCENT, f"factors: {n * 16} KB"),
+        ):
+            width = 0.75 * (math.log10(count) - 2)
+            axes.add_patch(Rectangle((1.6, y + shift), width, 0.36, facecolor=colour))
+            axes.text(1.75 + width, y + shift + 0.19, text, fontsize=9, color=INK, va="center")
+        axes.text(0.2, y + 0.42, f"N = {n}", fontsize=10, color=INK, va="center")
+    figure.savefig(path)
+
+
 def main(folder: Path) -> None:
     """Draw every figure into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    kronecker_product(folder / "kronecker_product.png")
+    product_by_factors(folder / "product_by_factors.png")
+    growth(folder / "growth.png")
     mode_multiply(folder / "mode_multiply.png")
     architecture(folder / "architecture.png")
     tile_way(folder / "tile_way.png")

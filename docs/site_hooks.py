@@ -1,7 +1,8 @@
-"""Hooks of mkdocs: pages that stand outside of docs/, tables of benchmarks/results, links to files of the repository."""
+"""Hooks of mkdocs: pages outside of docs/, tables of benchmarks/results, links to files of the repository, formulas as MathML."""
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -30,6 +32,8 @@ PAGES = {
 RESULTS = "benchmarks/results"
 MARKER = re.compile(r"^<!-- results: ([\w ]+) -->$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+# What arithmatex makes of $...$ and $$...$$.
+FORMULA = re.compile(r'<(?:span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</(?:span|div)>', re.DOTALL)
 CODE = re.compile(r"^(?:```.*?^```$|    [^\n]*)|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
@@ -68,6 +72,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         begin = code.end()
     markdown = "".join([*parts, LINK.sub(link, markdown[begin:])])
     return MARKER.sub(lambda found: "\n\n".join(map(_result, found[1].split())), markdown)
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Formulas as MathML, which browsers show without a script."""
+
+    def formula(found: re.Match[str]) -> str:
+        return convert(html.unescape(found[2]), display="block" if found[1] == "[" else "inline")
+
+    return FORMULA.sub(formula, content)
 
 
 def _target(text: str, path: str, anchor: str, page: Page, config: MkDocsConfig) -> str:
