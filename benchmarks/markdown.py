@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.report import number
 
 
-def _times(factor: float) -> str:
+def times_text(factor: float) -> str:
     """How many times as long as the subject: two decimals where the difference is small, at most three digits."""
     return f"{factor:.2f}x" if factor < 3 else f"{factor:.1f}x" if factor < 10 else f"{factor:.0f}x"
 
@@ -25,7 +25,7 @@ def _cell(result: dict[str, Any], subject: float | None) -> str:
     median = result["times"]["median"]
     told = [number(median, 1e3)]
     if subject and subject != median:
-        told.append(_times(median / subject))
+        told.append(times_text(median / subject))
     if result.get("share") is not None:
         told.append(f"{result['share']:.0%}")
     return ", ".join(told)
@@ -36,7 +36,7 @@ def _recorded(case: dict[str, Any], name: str, subject: float | None) -> str:
     figure = (case.get("recorded") or {}).get(name)
     if figure is None:
         return ""
-    return f"*{number(figure['seconds'], 1e3)}" + (f", {_times(figure['seconds'] / subject)}*" if subject else "*")
+    return f"*{number(figure['seconds'], 1e3)}" + (f", {times_text(figure['seconds'] / subject)}*" if subject else "*")
 
 
 def _row(case: dict[str, Any], names: list[str], recorded: list[str], subject: str) -> list[str]:
