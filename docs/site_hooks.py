@@ -86,7 +86,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 def _target(text: str, path: str, anchor: str, page: Page, config: MkDocsConfig) -> str:
     """A link to a file of the repository: to its page, to the repository's own site, or, where that has none, its text."""
     pages = {file: name for name, file in PAGES.items()}
-    if path in pages or (path.startswith(("docs/", f"{RESULTS}/")) and not path.endswith((".json", ".py"))):
+    if path in pages or (path.startswith(("docs/", f"{RESULTS}/")) and not path.endswith((".csv", ".json", ".py"))):
         target = posixpath.relpath(pages.get(path, path.removeprefix("docs/")), posixpath.dirname(page.file.src_uri) or ".")
         return f"[{text}]({target}{'#' + anchor if anchor else ''})"
     if not (ROOT / path).exists():

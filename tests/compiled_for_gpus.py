@@ -1,11 +1,13 @@
-"""Each kernel's first choice, compiled for every architecture that has a record; run as a script, the table of docs/how_it_works/gpus.md.
+"""Each kernel's first choice, compiled for every architecture that has a record; run as a script, a table.
 
-python tests/compiled_for_gpus.py
+python tests/compiled_for_gpus.py > benchmarks/results/compiled_kernels.csv
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,18 +66,17 @@ def _kernels(cache: Path, target: tuple[str, ...], chosen: str, wanted: list[tup
     return found
 
 
-def table(kernels: dict[tuple[str, ...], Kernels]) -> list[str]:
-    """Lines of Markdown: kilobytes of shared memory, registers, and bytes that are spilled, where any are."""
+def table(kernels: dict[tuple[str, ...], Kernels]) -> list[list[str]]:
+    """Rows with a head: kilobytes of shared memory, registers, and bytes that are spilled, where any are."""
     columns = {f"sm_{capability.replace('.', '')}": (capability,) for capability in BASELINES}
     columns["sm_90, plain"] = BY_POINTERS
     names = dict.fromkeys(name for target in columns.values() for name in kernels[target])
     problems = list(dict.fromkeys(problem for problem, _ in names))
-    head = ["problem", "kernel", *columns]
-    rows = [head, ["---"] * len(head)]
+    rows = [["problem", "kernel", *columns]]
     for problem, kernel in sorted(names, key=lambda name: problems.index(name[0])):
         found = [kernels[target].get((problem, kernel)) for target in columns.values()]
-        rows.append([problem, f"`{kernel.strip('_').removesuffix('_kernel')}`", *[_cell(each) for each in found]])
-    return [f"| {' | '.join(row)} |" for row in rows]
+        rows.append([problem, kernel.strip("_").removesuffix("_kernel"), *[_cell(each) for each in found]])
+    return rows
 
 
 def _cell(found: Compiled | None) -> str:
@@ -87,4 +88,5 @@ def _cell(found: Compiled | None) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print("\n".join(table(compiled_for_gpus(Path(folder), is_for_table=True))))
+        rows = table(compiled_for_gpus(Path(folder), is_for_table=True))
+        csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
