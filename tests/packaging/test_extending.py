@@ -47,7 +47,7 @@ def test_examples_of_the_page(heading: str, backend_name: str, tmp_path: Path, d
 
 
 def test_example_of_a_gpu() -> None:
-    exec(example("extending.md", "A GPU's figures"), {})
+    exec(example("extending.md", "A GPU's parameters"), {})
 
 
 @pytest.mark.parametrize("heading", RECORDS)
