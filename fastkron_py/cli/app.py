@@ -33,7 +33,6 @@ app = typer.Typer(
     help="fastkron_py multiplies matrices by Kronecker products in PyTorch without building them.",
     epilog=EXAMPLE,
     no_args_is_help=True,
-    add_completion=False,
 )
 
 
@@ -45,7 +44,7 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _options(version: Annotated[bool, typer.Option("--version", callback=_show_version, help="Show the version.")] = False) -> None:
-    """What the program as a whole takes."""
+    """Options of the program as a whole."""
 
 
 @app.command()
@@ -60,13 +59,21 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     rows = [[d["device"], d["name"], d["capability"] or "", bytes_text(d["memory_bytes"] or 0), _figures(d)] for d in found["devices"]]
     console.print(table("Devices", ["device", "name", "capability", "memory", "figures"], rows))
     backend = found["backend"]
-    rows = [[c["device"], c["dtype"], c["backend"], c["why"]] for c in backend["auto"]]
+    rows = _by_reason(backend["auto"])
     console.print(
-        table(f'Choices of the backend "auto" (requested: "{backend["requested"]}")', ["device", "dtype", "backend", "why"], rows)
+        table(f'Choices of the backend "auto" (requested: "{backend["requested"]}")', ["device", "dtypes", "backend", "why"], rows)
     )
     console.print(table("Caches", ["of", "path"], [[k, v] for k, v in found["caches"].items()]))
     console.print(f"call cache: {found['call_cache']}", markup=False, soft_wrap=True)
     console.print(f"CPU kernel: {found['cpu_kernel']}", markup=False, soft_wrap=True)
+
+
+def _by_reason(choices: list[dict[str, str]]) -> list[list[str]]:
+    """Device, dtypes, backend and reason: dtypes with the same reason share a row."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for c in choices:
+        rows.setdefault((c["device"], c["backend"], c["why"]), []).append(c["dtype"])
+    return [[device, ", ".join(dtypes), taken, why] for (device, taken, why), dtypes in rows.items()]
 
 
 def _figures(device: dict[str, Any]) -> str:
@@ -78,7 +85,7 @@ def _figures(device: dict[str, Any]) -> str:
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the picture goes: a file, or a folder for demo.png.")] = Path("out/demo.png"),
+    out: Annotated[Path, typer.Option(help="Output path: a file, or a folder for demo.png.")] = Path("out/demo.png"),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     image: Annotated[str, typer.Option(help="A picture inside scikit-image, or a path.")] = "chelsea.png",
     size: Annotated[int, typer.Option(min=0, help="Crop to this many pixels a side, at least 2; 0: the whole picture.")] = 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,25 @@ from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.kron.tune.choice import ITEMSIZE
 from fastkron_py.runtime.errors import value_error
 
-DEFAULT_SHAPES: Final = "1024:8^3,1024:32^2,16:16^4"
+DEFAULT_SHAPES: Final = {"cpu": "1024:8^3,1024:32^2,16:16^4", "cuda": "1024:8^5,1024:32^3,256:64^3"}
 SECONDS: Final = 0.5
+CLEAR: Final = 2.0  # of quartiles: further apart, other programs have disturbed the turns
 MISSING: Final = (
     "The benchmarks are in the source tree, not in the installed package. Clone the repository and run "
     "'python -m fastkron_py bench NAME' or 'make bench NAME=...' in it, or compare your own sizes here: fastkron bench --shapes 1024:8^5"
 )
+
+
+def busy() -> str:
+    """A warning if other programs leave torch fewer cores than it has threads; empty if they do not, or if the system does not tell."""
+    try:
+        load = os.getloadavg()[0]
+    except (AttributeError, OSError):  # not on every system
+        return ""
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    if load <= cores - threads + 0.5:
+        return ""
+    return f"warning: the machine is busy (load {load:.1f} on {cores} cores, {threads} threads of torch): times may be too long"
 
 
 def source_tree() -> Path | None:
@@ -38,18 +52,18 @@ def source_tree() -> Path | None:
 
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Benchmarks of the source tree; without one, all that fit this machine.")
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Benchmarks of the source tree; all that fit this machine by default.")
     ] = None,
     shapes: Annotated[str, typer.Option(help="Compare on these problems instead: ROWS:FACTORS,... as in '1024:8^5,256:52>65x50>20'.")] = "",
     dtype: Annotated[str, typer.Option(help=f"Of --shapes: {', '.join(ITEMSIZE)}.")] = "float32",
     gradients: Annotated[bool, typer.Option("--gradients", help="Of --shapes: time forward and backward passes.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and the plots; out/benchmarks unless given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and the plots; out/benchmarks by default.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few cases and rounds, to see that it works.")] = False,
     seconds: Annotated[
         float | None,
         typer.Option(min=1.0, max=1e6, callback=number, help="Limit of one benchmark; with --shapes, of one method on one problem."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one unless given.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU by default, if there is one.")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="LABEL", help="Cases with this in their label; may be repeated.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the benchmarks.")] = False,
 ) -> None:
@@ -63,11 +77,11 @@ def bench(
     of_the_comparison = shapes or gradients or dtype != "float32"
     root = source_tree()
     if of_the_comparison and of_the_tree:
-        fail(Console(stderr=True), "NAME, --quick, --only, --list and --out do not go with --shapes, --dtype and --gradients")
+        fail(Console(stderr=True), "NAME, --quick, --only, --list and --out cannot be combined with --shapes, --dtype and --gradients")
     if root is not None and of_the_comparison and not shapes:
         fail(Console(stderr=True), "--dtype and --gradients need --shapes")
     if shapes or (root is None and not of_the_tree):
-        _compare(shapes or DEFAULT_SHAPES, dtype, device or "auto", gradients, seconds or SECONDS)
+        _compare(shapes, dtype, device or "auto", gradients, seconds or SECONDS)
         return
     if root is None:
         Console(stderr=True).print(f"[bold red]{MISSING}[/bold red]", soft_wrap=True)
@@ -87,10 +101,12 @@ def _compare(shapes: str, dtype: str, device: str, with_gradients: bool, seconds
     try:
         if dtype not in ITEMSIZE:
             raise value_error("dtype", f"one of {', '.join(ITEMSIZE)}", repr(dtype))
-        problems = parse_shapes(shapes)
         settings = Settings(getattr(torch, dtype), chosen_device(device), with_gradients, seconds)
+        problems = parse_shapes(shapes or DEFAULT_SHAPES[settings.device.type])
     except (ValueError, RuntimeError) as error:
         fail(console, str(error))
+    if warning := busy():
+        console.print(warning, style="yellow", markup=False)
     rows, failed = [], []
     with console.status("") as status:
         for shape in problems:
@@ -109,7 +125,7 @@ def _compare(shapes: str, dtype: str, device: str, with_gradients: bool, seconds
         "Methods take turns. The time is the shortest; a factor is the median of the turns, with quartiles in brackets.", style="dim"
     )
     if not HAS_GPYTORCH:
-        console.print("GPyTorch takes part where it is installed: pip install 'fastkron_py\\[gp]'", style="dim")
+        console.print("Install GPyTorch to include it in the comparison: pip install 'fastkron_py\\[gp]'", style="dim")
     if failed:
         fail(console, f"not measured: {', '.join(failed)}")
 
@@ -128,7 +144,10 @@ def _rows(shape: Shape, found: list[Measurement]) -> list[list[str]]:
 
 
 def _factor(low: float, middle: float, high: float) -> str:
-    """Quartiles of a speed-up, to two digits."""
+    """Quartiles of a speed-up, to two digits. Turns that disagree say nothing about the factor."""
     found = (low, middle, high) if middle >= 1 else (1 / high, 1 / middle, 1 / low)
     texts = [f"{ratio:.0f}" if ratio >= 9.95 else f"{ratio:#.2g}" for ratio in found]
-    return f"{texts[1]}x {'faster' if middle >= 1 else 'slower'} ({texts[0]} to {texts[2]})"
+    verdict = "faster" if middle >= 1 else "slower"
+    if high > CLEAR * low:
+        return f"unclear: {texts[0]}x to {texts[2]}x {verdict}"
+    return f"{texts[1]}x {verdict} ({texts[0]} to {texts[2]})"

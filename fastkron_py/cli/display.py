@@ -58,7 +58,10 @@ def chosen_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
-        raise value_error("device", f"auto, cpu, or one of {torch.cuda.device_count()} CUDA devices", name)
+        found = torch.cuda.device_count()
+        raise value_error(
+            "device", f"auto, cpu or cuda:N with N below {found}" if found else "auto or cpu, as no CUDA device is available", name
+        )
     return device
 
 

@@ -46,12 +46,12 @@ def _problem(part: str) -> Shape:
     if not colon:
         raise _refusal(part, "no colon after the number of rows")
     if not re.fullmatch(r"[0-9]{1,12}", rows, re.ASCII) or int(rows) < 1:
-        raise _refusal(part, f"{rows!r} is no number of rows")
+        raise _refusal(part, f"{rows!r} is an invalid number of rows")
     listed: list[tuple[int, int]] = []
     for factor in factors.split("x"):
         match = _FACTOR.fullmatch(factor)
         if match is None:
-            raise _refusal(part, f"{factor!r} is no factor")
+            raise _refusal(part, f"{factor!r} is an invalid factor")
         p, q, count = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         if min(p, q, count) < 1:
             raise _refusal(part, f"{factor!r} has a size of 0")

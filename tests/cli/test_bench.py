@@ -71,12 +71,27 @@ def test_without_a_source_tree_it_compares(runner: CliRunner) -> None:
     assert result.exit_code == 0, result.output
     rows = cells(result.output)
     methods = [m.name for m in compare._methods()]
-    assert [row[:2] for row in rows] == [[shape, method] for shape in bench.DEFAULT_SHAPES.split(",") for method in methods]
+    assert [row[:2] for row in rows] == [[shape, method] for shape in bench.DEFAULT_SHAPES["cpu"].split(",") for method in methods]
     for _, method, time, memory, error, faster in rows:
         assert time.endswith("s")
         assert memory.endswith("B")
         assert 0 <= float(error) < 1e-6
         assert bool(faster) == (method != "fastkron_py")
+
+
+@pytest.mark.usefixtures("rounds")
+@pytest.mark.parametrize(("load", "warns"), [(0.2, False), (9.0, True), (None, False)])
+def test_a_busy_machine_is_named(runner: CliRunner, monkeypatch: pytest.MonkeyPatch, load: float | None, warns: bool) -> None:
+    def loads() -> tuple[float, float, float]:
+        if load is None:
+            raise OSError("unknown")
+        return load, load, load
+
+    monkeypatch.setattr(os, "getloadavg", loads)
+    monkeypatch.setattr(os, "cpu_count", lambda: torch.get_num_threads())
+    result = runner.invoke(app, ["bench", "--shapes", "3:4", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert ("the machine is busy (load 9.0" in result.output) == warns
 
 
 @pytest.mark.usefixtures("rounds")
@@ -137,8 +152,13 @@ def test_methods_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_factors_have_two_digits() -> None:
     assert bench._factor(1.6123, 1.8456, 2.1987) == "1.8x faster (1.6 to 2.2)"
-    assert bench._factor(1 / 95.61, 1 / 47.47, 1 / 9.961) == "47x slower (10 to 96)"
-    assert bench._factor(0.8512, 1.0, 123.4) == "1.0x faster (0.85 to 123)"
+    assert bench._factor(1 / 18.61, 1 / 14.47, 1 / 9.961) == "14x slower (10 to 19)"
+    assert bench._factor(0.8512, 1.0, 1.234) == "1.0x faster (0.85 to 1.2)"
+
+
+def test_turns_that_disagree_give_no_factor() -> None:
+    assert bench._factor(4.123, 4518.0, 7882.0) == "unclear: 4.1x to 7882x faster"
+    assert bench._factor(1 / 95.61, 1 / 47.47, 1 / 9.961) == "unclear: 10x to 96x slower"
 
 
 @pytest.mark.parametrize(
@@ -147,9 +167,9 @@ def test_factors_have_two_digits() -> None:
         (["--shapes", "3"], "no colon"),
         (["--shapes", "3:4", "--dtype", "int8"], "dtype"),
         (["--shapes", "3:4", "--device", "cuda:99"], "cuda:99"),
-        (["--shapes", "3:4", "kron"], "do not go with --shapes"),
-        (["--shapes", "3:4", "--out", "x"], "do not go with --shapes"),
-        (["--gradients", "--quick"], "do not go with --shapes"),
+        (["--shapes", "3:4", "kron"], "cannot be combined with --shapes"),
+        (["--shapes", "3:4", "--out", "x"], "cannot be combined with --shapes"),
+        (["--gradients", "--quick"], "cannot be combined with --shapes"),
     ],
 )
 def test_refusals(runner: CliRunner, options: list[str], named: str) -> None:

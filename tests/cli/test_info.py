@@ -37,6 +37,15 @@ def test_info_as_text(runner: CliRunner) -> None:
         assert part in result.output
 
 
+def test_info_states_each_reason_once(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {torch.float32: "one", torch.float64: "two"}
+    monkeypatch.setattr(
+        environment, "choice", lambda device, dtype: environment.Choice(device, str(dtype), "torch", reasons.get(dtype, "zero"))
+    )
+    output = runner.invoke(app, ["info"], env={"COLUMNS": "200"}).output
+    assert [output.count(reason) for reason in ("zero", "one", "two")] == [1 + torch.cuda.device_count()] * 3
+
+
 def test_info_as_json(runner: CliRunner) -> None:
     result = runner.invoke(app, ["info", "--json"])
     assert result.exit_code == 0, result.output

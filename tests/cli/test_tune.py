@@ -45,21 +45,21 @@ def test_refusals_say_why():
     for text, why in (
         ("8^5", "no colon"),
         ("4:8^5,", "'': no colon"),
-        (":8", "'' is no number of rows"),
-        ("0:8", "'0' is no number of rows"),
-        ("-4:8", "'-4' is no number of rows"),
-        ("4:", "'' is no factor"),
-        ("4:8x", "'' is no factor"),
-        ("4:8^", "'8^' is no factor"),
+        (":8", "'' is an invalid number of rows"),
+        ("0:8", "'0' is an invalid number of rows"),
+        ("-4:8", "'-4' is an invalid number of rows"),
+        ("4:", "'' is an invalid factor"),
+        ("4:8x", "'' is an invalid factor"),
+        ("4:8^", "'8^' is an invalid factor"),
         ("4:8^0", "'8^0' has a size of 0"),
         ("4:0>8", "'0>8' has a size of 0"),
         ("4:8^65", "65 factors are more than 64"),
-        ("4:8>9>3", "'8>9>3' is no factor"),
-        ("4:8 x 8", "'8 ' is no factor"),
-        ("4:8.5", "'8.5' is no factor"),
-        ("4:\u0668", "is no factor"),  # a digit, but not of the notation
-        ("4:8:8", "'8:8' is no factor"),
-        ("4:" + "9" * 5000, "is no factor"),
+        ("4:8>9>3", "'8>9>3' is an invalid factor"),
+        ("4:8 x 8", "'8 ' is an invalid factor"),
+        ("4:8.5", "'8.5' is an invalid factor"),
+        ("4:\u0668", "is an invalid factor"),  # a digit, but not of the notation
+        ("4:8:8", "'8:8' is an invalid factor"),
+        ("4:" + "9" * 5000, "is an invalid factor"),
     ):
         with pytest.raises(ValueError, match="shapes: expected problems like") as caught:
             parse_shapes(text)
@@ -141,10 +141,10 @@ def test_names_with_escapes_are_not_printed(runner, tables):
 def test_refusals(runner, tables):
     for arguments, message in (
         ([], "nothing to do"),
-        (["--shapes", "4:8^"], "'8^' is no factor"),
+        (["--shapes", "4:8^"], "'8^' is an invalid factor"),
         (["--shapes", "4:8", "--dtype", "int8"], "dtype: expected one of float16"),
         (["--shapes", "4:8", "--precision", "exact"], "precision: expected"),
-        (["--shapes", "4:8", "--device", "cuda:99"], "device: expected auto, cpu"),
+        (["--shapes", "4:8", "--device", "cuda:99"], "device: expected auto or cpu"),
         (["--shapes", "4:8", "--device", "nowhere"], "nowhere"),
     ):
         result = runner.invoke(app, ["tune", *arguments])
