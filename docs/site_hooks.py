@@ -28,6 +28,7 @@ LOG = logging.getLogger("mkdocs.hooks.site")
 PAGES = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "releasing.md": "RELEASING.md",
 }  # page of the site: file of the repository
 RESULTS = "benchmarks/results"
 MARKER = re.compile(r"^<!-- results: ([\w ]+) -->$", re.MULTILINE)

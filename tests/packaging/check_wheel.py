@@ -7,6 +7,7 @@ tree, so that only the installed package can be imported.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def run(*command: str | Path, cwd: Path) -> None:
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
-    """The rooms lie inside the package, in both distributions, and nothing lies beside it."""
+    """All subpackages lie inside the package, in both distributions; the sdist has what the README links to."""
     with zipfile.ZipFile(wheel) as archive:
         inside = archive.namelist()
     with tarfile.open(sdist) as packed_archive:
@@ -41,6 +42,9 @@ def check_contents(wheel: Path, sdist: Path) -> None:
         missing -= names
         if missing:
             raise SystemExit(f"missing from the {what}: {sorted(missing)}")
+    linked = set(re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    if linked - packed:
+        raise SystemExit(f"linked by the README, and missing from the sdist: {sorted(linked - packed)}")
     top = {name.partition("/")[0] for name in inside}
     if top != {"fastkron_py", wheel.name.split("-py3")[0] + ".dist-info"}:
         raise SystemExit(f"beside the package in the wheel: {sorted(top)}")
