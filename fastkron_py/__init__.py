@@ -64,3 +64,7 @@ else:
 
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        """The public names alone: a completion of ``kron`` offers functions, not the subpackages behind them."""
+        return sorted([*__all__, "__version__", "distributed", "functional", "integrations", "nn", "reference", "testing"])

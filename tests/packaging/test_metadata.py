@@ -31,6 +31,14 @@ def test_the_citation_has_this_version() -> None:
     assert f"version: {fastkron_py.__version__}\n" in citation.read_text()
 
 
+def test_completion_offers_public_names_alone() -> None:
+    """Not the subpackages ``kron`` and ``kan``, which look like functions; they can still be imported."""
+    found = {name for name in dir(fastkron_py) if not name.startswith("__")}
+    assert found == {*fastkron_py.__all__, "distributed", "functional", "integrations", "nn", "reference", "testing"}
+    assert all(hasattr(fastkron_py, name) for name in found)
+    assert fastkron_py.kron.__name__ == "fastkron_py.kron"
+
+
 def test_public_names_and_every_parameter_are_described() -> None:
     for name in fastkron_py.__all__:
         public = getattr(fastkron_py, name)
