@@ -190,7 +190,7 @@ def draw(path: Path, values: list[Tensor], spread: Tensor, masks: tuple[Tensor, 
             where[part.stop :] = False
             axis.plot(days[where].numpy(), y[i, where].numpy(), ".", markersize=2.5, color=colour, label=label)
         axis.set(ylabel=f"{name}, millibar")
-    grid["0"].legend(frameon=False, ncols=2, loc="upper right", markerscale=3)
+    grid["0"].legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, markerscale=3)
     grid["2"].set(xlabel="days")
     grid["r"].semilogy(range(1, len(residuals) + 1), residuals, "o-", markersize=3)
     grid["r"].set(title="relative residual", xlabel="iteration of conjugate gradients")
