@@ -154,11 +154,8 @@ quantum: $(DEMO_READY)  ## a quantum Fourier transform by mode_matmul, gate by g
 quantum-picture: $(DEMO_READY)  ## the same, and the picture that docs/guides/operators.md shows
 	$(PY) examples/quantum.py --picture docs/images/quantum.png
 
-notebooks: $(NOTEBOOKS_READY)  ## run the notebooks of examples/notebooks, write out/notebooks/*.ipynb
-	mkdir -p out/notebooks
-	for file in examples/notebooks/*.py; do \
-	  $(NOTEBOOKS_PY) -m jupytext --to ipynb --set-kernel python3 --execute --output out/notebooks/$$(basename $$file .py).ipynb $$file || exit 1; \
-	done
+notebooks: $(NOTEBOOKS_READY)  ## run the notebooks of examples/notebooks, write their .ipynb with results
+	for file in examples/notebooks/*.py; do PYTHONWARNINGS="ignore:IProgress not found" $(NOTEBOOKS_PY) -m jupytext --to ipynb --set-kernel python3 --execute $$file || exit 1; done
 
 docs: $(DOCS_READY)  ## build the site into out/site; a broken link or a warning is an error
 	$(DOCS_PY) -m mkdocs build --strict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -107,6 +108,18 @@ def test_a_notebook(notebook: Path) -> None:
     """Its cells, in their order; they assert what they show."""
     result = run_code(TORCHVISION + notebook.read_text())
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_with_results_is_that_of_its_file(notebook: Path) -> None:
+    """`make notebooks` has run the present code, without an error."""
+    cells = json.loads(notebook.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    parts = re.split(r"^# %%.*\n", notebook.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    written = [part.strip() for part in parts if part.strip() and not part.startswith("#")]
+    assert ["".join(cell["source"]).strip() for cell in code] == written
+    assert all(output["output_type"] != "error" for cell in code for output in cell["outputs"])
+    assert any(cell["outputs"] for cell in code)
 
 
 def test_a_page_whose_packages_or_file_are_missing_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
