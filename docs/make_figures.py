@@ -59,7 +59,7 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], bend:
 
 
 def strip(axes: Any, y: float, modes: int, colours: tuple[str, ...], letter: str) -> list[float]:
-    """Memory order of [A, modes, C]; marks slice a = 1, c = 2 and returns where its elements are."""
+    """Memory order of [A, modes, C]; marks fiber a = 1, c = 2 and returns where its elements are."""
     marked = []
     for i in range(A * modes * C):
         a, mode, c = i // (modes * C), i // C % modes, i % C
@@ -97,7 +97,7 @@ def mode_multiply(path: Path) -> None:
     for q, x in enumerate(outputs):
         arrow(axes, (left + q + 0.5, top + P + 0.1), (x, 8.35))
     lines = (
-        "A slice is the P elements (a, :, c), C apart in memory.",
+        "A fiber is the P elements (a, :, c), C apart in memory.",
         "Its Q results take the same place in y, C apart again:",
         "the next factor finds its own mode where it expects it,",
         "and no operand is ever transposed.",
@@ -114,9 +114,9 @@ def mode_multiply(path: Path) -> None:
 ROOMS = {
     "cli": "info, demo, tune, bench",
     "integrations": "GPyTorch, PEFT, LyCORIS, Transformers, timm",
-    "distributed": "the same verbs over many GPUs",
-    "nn": "modules over the verbs",
-    "functional": "the public verbs, by name",
+    "distributed": "the same functions over many GPUs",
+    "nn": "modules over the functions",
+    "functional": "the public functions, by name",
     "adapters": "LoKr over kron",
     "kron": "products, sums",
     "rational": "activations",
@@ -147,7 +147,7 @@ def architecture(path: Path) -> None:
     settings = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = [[name.strip() for name in row.split("|")] for row in settings["contracts"][0]["layers"]]
     figure, axes = canvas(11.5, 6.2, 23.5, 1.35 * len(layers) + 1.1)
-    for x, title in ((0.3, "Rooms: each imports only rooms below it"), (16.3, "A first call of kron_matmul")):
+    for x, title in ((0.3, "Subpackages: each imports only those below it"), (16.3, "A first call of kron_matmul")):
         axes.text(x, 0.45, title, fontsize=10, color=MUTED, va="center")
     for i, row in enumerate(layers):
         width = 15 / len(row)
@@ -202,7 +202,7 @@ def tile_way(path: Path) -> None:
         axes.text(6.9 + 3.4 * i, 6.4, text, fontsize=9, color=INK, va="center")
     axes.add_patch(Rectangle((16.2, 6.0), 0.7, 0.7, fill=False, edgecolor=ACCENT, linewidth=1.8))
     axes.text(17.1, 6.4, "multiplied", fontsize=9, color=INK, va="center")
-    text = "s: slice; a, b, c: modes, c fastest in x. Each column is one bit of an element's index in the tile."
+    text = "s: fiber; a, b, c: modes, c fastest in x. Each column is one bit of an element's index in the tile."
     axes.text(0.3, 7.6, text, fontsize=8.5, color=MUTED)
     figure.savefig(path)
 
