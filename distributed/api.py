@@ -409,7 +409,10 @@ def _check_own_block(call: Call) -> None:
     block = widths(chunk_offsets(math.prod(inner), parts))[place]
     side = ("rows", "columns")[axis]
     if call.x.shape[axis] != block:
-        raise value_error("x", f"{block} {side}, block {place} of {parts} of {math.prod(inner)}", f"shape {tuple(call.x.shape)}")
+        total = math.prod(inner)
+        hint = ". Did you pass the full tensor?" if parts > 1 and call.x.shape[axis] == total else ""
+        expected = f"this rank's block of {block} {side} (block {place} of {parts}; {total} {side} in total)"
+        raise value_error("x", expected, f"shape {tuple(call.x.shape)}{hint}")
     if call.z is not None:
         block = widths(chunk_offsets(math.prod(outer), parts))[place]
         shape = (block, call.x.shape[1]) if call.left else (call.x.shape[0], block)

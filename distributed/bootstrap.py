@@ -90,7 +90,7 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
         TypeError: backend is no string, or timeout no duration.
         ValueError: another backend than these or than the existing group's, a timeout that is not positive,
             or arguments that differ between ranks.
-        RuntimeError: NCCL or a GPU is missing, there are more ranks than GPUs on a host, or a rank did not come.
+        RuntimeError: NCCL or a GPU is missing, there are more ranks than GPUs on a host, or a rank did not join in time.
             Every rank raises these errors.
 
     Example:

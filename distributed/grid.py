@@ -54,7 +54,7 @@ class ProcessGrid:
             rank to rank in their shape; a mesh without this rank or with rows or columns that do not ascend; other versions
             of this package on some ranks.
         RuntimeError: torch's default process group does not exist; call `init_process_group` first.
-        CollectiveError: a rank did not come.
+        CollectiveError: a rank did not join in time.
 
     Example:
         >>> info = init_process_group()
@@ -259,7 +259,7 @@ class ProcessGrid:
         exception without waiting for other ranks, which may be gone.
 
         Raises:
-            CollectiveError: a rank did not come.
+            CollectiveError: a rank did not join in time.
         """
         if not self._closed:
             agree(self, {"call": "ProcessGrid.close"})
@@ -372,7 +372,7 @@ def _member_ranks(mesh: DeviceMesh | None, ranks: Any) -> tuple[int, ...]:
     if not listed or listed != sorted(set(listed)) or listed[0] < 0 or listed[-1] >= size:
         raise value_error("ranks", f"ascending ranks from 0 to {size - 1}", listed)
     if dist.get_rank() not in listed:
-        raise value_error("ranks", f"ranks with this one, {dist.get_rank()}, among them (others make no grid)", listed)
+        raise value_error("ranks", f"the calling rank, {dist.get_rank()}, among them: other ranks do not make this grid", listed)
     return tuple(listed)
 
 
@@ -434,7 +434,7 @@ def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
         raise type_error("grid", "a ProcessGrid", type_name(grid))
     if not isinstance(x, DTensor):
         if grid is None:
-            raise value_error("grid", "a ProcessGrid, since x is a block", None)
+            raise value_error("grid", "a ProcessGrid, unless x is a DTensor", None)
         return grid
     mesh = x.device_mesh
     if grid is None:

@@ -125,7 +125,7 @@ def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Calla
 
     Raises:
         Exception: an error of the computation, on every rank; or of the agreement on the description (`agree`).
-        CollectiveError: a rank did not come.
+        CollectiveError: a rank did not join in time.
     """
     found: list[Any] = [None]
     if grid.rank == 0:
@@ -147,7 +147,7 @@ def as_first(
 
     Raises:
         Exception: an error of the computation on any rank, on every rank; or of the agreement.
-        CollectiveError: a rank did not come; in the backward pass, too.
+        CollectiveError: a rank did not join in time; in the backward pass, too.
     """
     try:
         with without_autocast(grid.device):

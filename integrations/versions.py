@@ -51,7 +51,7 @@ def of_extra(extra: str, name: str, first: tuple[int, ...] = ()) -> Iterator[Non
         if not isinstance(error, ImportError):
             raise
         if installed(name) is None:
-            message = f"{name}: expected it to be installed, by the extra {extra}: pip install 'fastkron_py[{extra}]'; got no such package"
+            message = f"{name} is not installed: pip install 'fastkron_py[{extra}]'"
             raise ModuleNotFoundError(message, name=error.name) from error
         refuse_older(name, first)
         raise

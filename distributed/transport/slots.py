@@ -212,7 +212,7 @@ def release_peer_memory(grid: ProcessGrid) -> None:
         grid: a `ProcessGrid`.
 
     Raises:
-        CollectiveError: a rank did not come.
+        CollectiveError: a rank did not join in time.
 
     Example:
         >>> release_peer_memory(ProcessGrid((1, 1)))

@@ -92,7 +92,9 @@ def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | 
     for named, dim, matrix in zip(keys, of, matrices, strict=True):
         check_tensor(f"factors[{named}]", matrix, x, "x")
         if matrix.ndim != _MATRIX or matrix.shape[0] != x.shape[dim]:
-            raise value_error(f"factors[{named}]", f"a matrix of {x.shape[dim]} rows, x's size there", f"shape {tuple(matrix.shape)}")
+            raise value_error(
+                f"factors[{named}]", f"a matrix with {x.shape[dim]} rows (`x.shape[{named}]`)", f"shape {tuple(matrix.shape)}"
+            )
     order = _memory_order(x)
     runs = _runs([[of[dim]] if dim in of else [] for dim in order], 0)
     y = _multiply_runs(x.permute(order), runs, 0, precision, PLAIN).permute([order.index(dim) for dim in range(x.ndim)])

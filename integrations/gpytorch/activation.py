@@ -205,7 +205,7 @@ class use_fastkron:  # noqa: N801
     def _push(self) -> _State:
         found = untested() if self._enabled else None
         if found is not None:
-            warn(f"use_fastkron changes nothing, since it was not tested with {found}", UserWarning)
+            warn(f"use_fastkron has no effect: it does not support {found}", UserWarning)
         state = _State(self._enabled and found is None, self, _current.get())
         _current.set(state)
         return state

@@ -435,6 +435,8 @@ def refuse(what):
         x = x[:-1] if last else x
     elif what == "columns":
         x = x[:, :-1] if last else x
+    elif what == "full tensor":
+        x = x.repeat(1, 2) if last else x
     elif what == "dtype":
         x, factors = (x.double(), [f.double() for f in factors]) if last else (x, factors)
     elif what == "factor's dtype":
@@ -476,7 +478,12 @@ def refuse(what):
 
 REFUSALS = [
     ("rows", "ValueError", r"x: expected as many rows on all ranks of a row of the grid; got \d on rank \d, \d on rank \d"),
-    ("columns", "ValueError", r"x: expected 8 columns, block 1 of 2 of 16; got shape \(\d, 7\) \(on rank \d\)"),
+    (
+        "columns",
+        "ValueError",
+        r"x: expected this rank's block of 8 columns \(block 1 of 2; 16 columns in total\); got shape \(\d, 7\) \(on rank \d\)",
+    ),
+    ("full tensor", "ValueError", r"16 columns in total\); got shape \(\d, 16\)\. Did you pass the full tensor\? \(on rank \d\)"),
     ("dtype", "ValueError", r"dtype of x: expected the same on every rank; got .*float32.* on rank.*float64"),
     ("factor's dtype", "TypeError", r"factors\[1\]: expected x's dtype torch.float32; got torch.float64"),
     ("count", "ValueError", r"shapes of factors: expected the same on every rank; got "),
@@ -490,7 +497,7 @@ REFUSALS = [
     ("transport", "ValueError", r"plan: expected the same on every rank; got .*packed.* on rank.*peer memory"),
     ("batch", "ValueError", r"factors\[0\]: expected a matrix with rows and columns, without batch dimensions; got shape \(3, 4, 4\)"),
     ("vector", "ValueError", r"x: expected a matrix; got shape"),
-    ("no grid", "ValueError", r"grid: expected a ProcessGrid, since x is a block; got None"),
+    ("no grid", "ValueError", r"grid: expected a ProcessGrid, unless x is a DTensor; got None"),
     ("placements", "ValueError", r"x: expected a matrix placed \[Shard\(0\), Shard\(1\)\]; .*got \(Replicate\(\), Shard\(dim=1\)\)"),
     ("empty factor", "ValueError", r"factors\[1\]: expected a matrix with rows and columns, .*got shape \(4, 0\)"),
     ("device", "ValueError", r"x: expected a tensor on the grid's device"),

@@ -97,8 +97,8 @@ REFUSED = {
     "no integer": ({"1": torch.ones(3, 3)}, TypeError, "factors: expected integers as dimensions"),
     "out of range": ({3: torch.ones(3, 3)}, ValueError, "factors: expected dimensions from -3 to 2, as x has; got 3"),
     "twice": ({1: torch.ones(3, 3), -2: torch.ones(3, 3)}, ValueError, "factors: expected each dimension once"),
-    "rows": ({1: torch.ones(4, 3)}, ValueError, r"factors\[1\]: expected a matrix of 3 rows, x's size there; got shape \(4, 3\)"),
-    "a vector": ({1: torch.ones(3)}, ValueError, r"factors\[1\]: expected a matrix of 3 rows"),
+    "rows": ({1: torch.ones(4, 3)}, ValueError, r"factors\[1\]: expected a matrix with 3 rows \(`x.shape\[1\]`\); got shape \(4, 3\)"),
+    "a vector": ({1: torch.ones(3)}, ValueError, r"factors\[1\]: expected a matrix with 3 rows"),
     "dtype": ({1: torch.ones(3, 3).double()}, TypeError, r"factors\[1\]: expected x's dtype torch.float32"),
     "no tensor": ({1: np.ones((3, 3))}, TypeError, r"factors\[1\]"),
 }
