@@ -53,10 +53,20 @@ if not HAS_GPU and importlib.util.find_spec("triton"):
 
     fast_interpreter.install()
 
-compiled.waits = True  # else torch's products serve the first calls of a process, however many they are
-
 if os.environ.get("PYTEST_XDIST_WORKER") and not HAS_GPU:
     torch.set_num_threads(1)  # one core for each worker; more only makes them wait for each other
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests wait for the CPU kernel: else torch's products serve the first calls of a process, however many they are.
+
+    What starts workers compiles it for all of them while they collect. In a new checkout that takes nine seconds, which each would need.
+    """
+    starts_workers = bool(config.getoption("numprocesses", None)) and not os.environ.get("PYTEST_XDIST_WORKER")
+    compiled.waits = not starts_workers
+    if starts_workers:
+        for itemsize in (4, 8):
+            compiled.kernel(itemsize)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -123,7 +133,10 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheSpy]:
 def seed(request: pytest.FixtureRequest) -> int:
     """Seed torch's generators from the test's name: the same numbers alone, in order and under xdist."""
     value = zlib.crc32(request.node.nodeid.encode())
-    torch.manual_seed(value)
+    if HAS_GPU:
+        torch.manual_seed(value)
+    else:  # the above writes down the stack for each kind of device that is not there, and keeps it
+        torch.default_generator.manual_seed(value)
     return value
 
 

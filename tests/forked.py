@@ -16,9 +16,11 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from unittest import mock
 
 PRELOADED = [
     *("torch", "torch.distributed.tensor", "torch._inductor.config"),
@@ -31,6 +33,9 @@ def context() -> ForkServerContext:
     """That of the server of this process, which the first child starts."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(PRELOADED)
+    # Python 3.11's server does not take the path over that it is given: it would find no module of the tests, and say nothing.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
     return found
 
 

@@ -6,12 +6,11 @@ import io
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
 from rich.console import Console
@@ -135,8 +134,9 @@ def test_a_run_on_the_cpu(tmp_path: Path) -> None:
 def test_all_numbers_of_rows_share_few_kernels() -> None:
     """In a process without TRITON_INTERPRET: interpreted kernels do not say what they are compiled for."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.eager.row_counts"]
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True, timeout=280)
+    code = "import runpy; runpy.run_module('benchmarks.eager.row_counts', run_name='__main__')"
+    done = forked.run(code, folder=Path(__file__).parents[2], environment=environment)
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found) == len(row_counts.PROBLEMS) * len(row_counts.COUNTS)
     for label, (kernels, launches) in found.items():

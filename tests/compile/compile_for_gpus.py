@@ -1,8 +1,8 @@
 """Compile each kernel's first choice for one architecture, on a machine without a GPU; a line of JSON for each kernel.
 
 Arguments: the compute capability, such as 8.6; features of its record to leave out, such as has_wgmma, between commas; "all" for every
-problem, "tested" for those of the tests, or "kinds" for the largest launch of each kind (`kind_of`) in these; and, if only some kernels
-are compiled, pairs of a problem and a kernel as JSON.
+launch, or "kinds" for the largest one of each kind (`kind_of`) in the problems of the tests; and, if only some kernels are compiled, pairs
+of a problem and a kernel as JSON.
 Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 """
 

@@ -17,23 +17,24 @@ from rank_pool import TIMEOUT, RankPool
 RANKS = int(os.environ.get("FASTKRON_TEST_RANKS", "4"))
 BACKEND = "nccl" if torch.cuda.device_count() >= RANKS else "gloo"
 # Those of all ranks come first: tests/sampling.py gives them the first choice among other parameters.
-GRIDS = [(rows, size // rows) for size in range(RANKS, 1, -1) if RANKS % size == 0 for rows in range(1, size + 1) if size % rows == 0]
+SHAPES = [(rows, size // rows) for size in range(RANKS, 1, -1) if RANKS % size == 0 for rows in range(1, size + 1) if size % rows == 0]
+# Of one column there is one of all ranks.
+GRIDS = [pytest.param(s, id=f"{s[0]}x{s[1]}", marks=[pytest.mark.full] if s[1] == 1 and s[0] < RANKS else []) for s in SHAPES]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here is of `dist`; tests that share the pool go to one worker, so that there is one."""
+    """Everything here is of `dist`, and goes to one worker: there is one pool to share, and one server that forks all others."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.dist)
-            if "ranks" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group("ranks"))
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests that take `grid_shape` run over every grid of all ranks and of the first half (quarter, ...) of them."""
     if "grid_shape" in metafunc.fixturenames:
-        metafunc.parametrize("grid_shape", GRIDS, ids=[f"{r}x{c}" for r, c in GRIDS])
+        metafunc.parametrize("grid_shape", GRIDS)
 
 
 @pytest.fixture(scope="session")

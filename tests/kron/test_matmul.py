@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sampling import in_full
 from shapes_list import (
     BATCHES,
     CASES,
@@ -48,7 +49,7 @@ NONFINITE = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtime
 
 
 @pytest.mark.sampled(ways=2)
-@pytest.mark.parametrize("dtype", REAL, ids=ids)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, *in_full([(torch.float16,), (torch.float64,)])], ids=ids)
 @on_backends(CASES)
 def test_random(case: Case, dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     for left in (False, True):

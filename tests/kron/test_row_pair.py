@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,11 +138,10 @@ NARROW = [(16, 16), (16, 100), (31, 128), (128, 16), (20, 40), (8, 8)]
 TRIPLES = [(64, 4, 64), (64, 8, 64), (128, 4, 128), (64, 2, 128), (128, 4, 64), (112, 2, 64), (128, 2, 128), (100, 2, 100)]
 
 
-@pytest.mark.parametrize("epilogue", [PLAIN, AXPBY, TO_FLOAT8, TO_INTEGERS], ids=lambda epilogue: epilogue.name)
-@pytest.mark.parametrize("shape", [*PAIRS, *NARROW, *TRIPLES], ids=str)
-def test_shared_memory_suffices(shape: tuple[int, ...], epilogue: StoreEpilogue) -> None:
+def test_shared_memory_suffices() -> None:
     """By the model, which `tests/compile` holds against the compiler."""
-    assert_fits(tuple([Step(i, i + 1, p, p) for i, p in enumerate(shape)]), epilogue)
+    for shape, epilogue in itertools.product([*PAIRS, *NARROW, *TRIPLES], [PLAIN, AXPBY, TO_FLOAT8, TO_INTEGERS]):
+        assert_fits(tuple([Step(i, i + 1, p, p) for i, p in enumerate(shape)]), epilogue)
 
 
 def assert_fits(steps: tuple[Step, ...], epilogue: StoreEpilogue) -> None:

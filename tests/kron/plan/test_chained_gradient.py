@@ -69,17 +69,17 @@ def carry_out(u: Tensor, g: Tensor, f: Tensor, plan: StepGradient, config: Gradi
     return df, acc.reshape([2] * len(back.order)).permute(back.order).reshape(u.shape)
 
 
-@pytest.mark.parametrize(("p", "q", "runs", "need_x"), CASES)
-def test_the_assignment_gives_the_gradients(p, q, runs, need_x):
-    config = config_of(p, q, runs, need_x)
-    n = config.neighbours
-    u, g, f = (torch.randn(*s, dtype=torch.float64) for s in ((config.block_s, n * p), (config.block_s, n * q), (p, q)))
-    df, dx = carry_out(u, g, f, step_gradient(p, q, config, runs, need_x), config)
-    us, gs = u.reshape(-1, p), g.reshape(-1, q)
-    torch.testing.assert_close(df, us.mT @ gs)
-    assert (dx is not None) == need_x
-    if need_x:
-        torch.testing.assert_close(dx, (gs @ f.mT).reshape(u.shape))
+def test_the_assignment_gives_the_gradients():
+    for p, q, runs, need_x in CASES:
+        config = config_of(p, q, runs, need_x)
+        n = config.neighbours
+        u, g, f = (torch.randn(*s, dtype=torch.float64) for s in ((config.block_s, n * p), (config.block_s, n * q), (p, q)))
+        df, dx = carry_out(u, g, f, step_gradient(p, q, config, runs, need_x), config)
+        us, gs = u.reshape(-1, p), g.reshape(-1, q)
+        torch.testing.assert_close(df, us.mT @ gs)
+        assert (dx is not None) == need_x
+        if need_x:
+            torch.testing.assert_close(dx, (gs @ f.mT).reshape(u.shape))
 
 
 def test_negative_control():
@@ -97,25 +97,23 @@ def operands(p: int, q: int, runs: bool, need_x: bool) -> tuple[GradientConfig, 
     return config, [plan.left, plan.right, *([plan.back.operand] if plan.back else [])]
 
 
-@pytest.mark.parametrize(("p", "q", "runs", "need_x"), CASES)
-def test_every_element_has_one_place(p, q, runs, need_x):
-    config, found = operands(p, q, runs, need_x)
-    for operand in found:
+def test_every_element_has_one_place():
+    for config, operand in [(config, operand) for config, found in itertools.starmap(operands, CASES) for operand in found]:
         places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n != REPEATED]
         assert sorted(places) == list(range(len(operand.order)))
         assert len(operand.lanes) == 5
         assert 1 << len(operand.warps) == config.num_warps
 
 
-@pytest.mark.parametrize(("p", "q", "runs", "need_x"), CASES)
-def test_what_a_program_keeps_fits(p, q, runs, need_x):
+def test_what_a_program_keeps_fits():
     """Tiles, and both halves of the factor, in an H100's shared memory; as many programs as there is room for."""
-    config = config_of(p, q, runs, need_x)
-    shared = 4 * (config.stages * config.block_s * config.neighbours * (p + q) + (2 * p * q if need_x else 0)) + 1024
-    assert shared * -(-config.programs // MULTIPROCESSORS) <= 228 * 1024
-    assert config.summed * p % (16 * config.warps[1]) == 0
-    assert config.summed * q % (8 * config.warps[2]) == 0
-    assert not need_x or config.block_s * config.neighbours % (16 * config.num_warps) == 0
+    for p, q, runs, need_x in CASES:
+        config = config_of(p, q, runs, need_x)
+        shared = 4 * (config.stages * config.block_s * config.neighbours * (p + q) + (2 * p * q if need_x else 0)) + 1024
+        assert shared * -(-config.programs // MULTIPROCESSORS) <= 228 * 1024
+        assert config.summed * p % (16 * config.warps[1]) == 0
+        assert config.summed * q % (8 * config.warps[2]) == 0
+        assert not need_x or config.block_s * config.neighbours % (16 * config.num_warps) == 0
 
 
 def banks(operand: Operand, lanes: range) -> list[int]:
@@ -130,10 +128,9 @@ def banks(operand: Operand, lanes: range) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("p", "q", "runs", "need_x"), [c for c in CASES if c[0] == c[1] and c[0] >= 32])
-def test_loads_touch_every_bank_once(p, q, runs, need_x):
+def test_loads_touch_every_bank_once():
     """As many lanes as move 128 bytes together: of u and g in the sum, and of g for dx."""
-    for operand in operands(p, q, runs, need_x)[1]:
+    for operand in [operand for case in CASES if case[0] == case[1] >= 32 for operand in operands(*case)[1]]:
         vector = next((n for n in range(2) if n in operand.lanes), 2)
         assert operand.registers[:vector] == tuple(range(vector))
         together = ROW >> vector

@@ -91,15 +91,15 @@ def random(p: tuple[int, int], q: tuple[int, int], block_s: int) -> list[Tensor]
     return [torch.randn(*s, dtype=torch.float64) for s in shapes]
 
 
-@pytest.mark.parametrize(("p", "q", "runs"), CASES)
-def test_the_assignment_gives_the_gradients(p, q, runs):
-    config = config_of(p, q, runs)
-    u, g, a, b = random(p, q, config.block_s)
-    da, db, dx = carry_out(u, g, a, b, pair_gradient(p, q, config, runs), config, runs)
-    u3, g3 = u.reshape(-1, *p), g.reshape(-1, *q)
-    torch.testing.assert_close(da, torch.einsum("sij,jl,skl->ik", u3, b, g3))
-    torch.testing.assert_close(db, torch.einsum("sij,ik,skl->jl", u3, a, g3))
-    torch.testing.assert_close(dx, g @ torch.kron(a, b).mT)
+def test_the_assignment_gives_the_gradients():
+    for p, q, runs in CASES:
+        config = config_of(p, q, runs)
+        u, g, a, b = random(p, q, config.block_s)
+        da, db, dx = carry_out(u, g, a, b, pair_gradient(p, q, config, runs), config, runs)
+        u3, g3 = u.reshape(-1, *p), g.reshape(-1, *q)
+        torch.testing.assert_close(da, torch.einsum("sij,jl,skl->ik", u3, b, g3))
+        torch.testing.assert_close(db, torch.einsum("sij,ik,skl->jl", u3, a, g3))
+        torch.testing.assert_close(dx, g @ torch.kron(a, b).mT)
 
 
 def test_negative_control():
@@ -117,21 +117,20 @@ def operands(plan: PairGradient) -> list[Operand]:
     return [plan.u_left, plan.g_sum, plan.g_left, plan.u_sum]
 
 
-@pytest.mark.parametrize(("p", "q", "runs"), CASES)
-def test_every_element_has_one_place(p, q, runs):
-    plan = pair_gradient(p, q, config_of(p, q, runs), runs)
-    constants = [c.operand for c in (plan.c_factor, plan.h_factor, plan.again_factor, plan.x_factor)]
-    for operand in (*operands(plan), *constants):
+def test_every_element_has_one_place():
+    plans = [pair_gradient(p, q, config_of(p, q, runs), runs) for p, q, runs in CASES]
+    constants = [c.operand for plan in plans for c in (plan.c_factor, plan.h_factor, plan.again_factor, plan.x_factor)]
+    for operand in (*itertools.chain.from_iterable(map(operands, plans)), *constants):
         places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n != REPEATED]
         assert sorted(places) == list(range(len(operand.order)))
         assert len(operand.lanes) == 5
         assert 1 << len(operand.warps) == PAIR_WARPS
 
 
-@pytest.mark.parametrize(("p", "q", "runs"), [c for c in CASES if c[0] == c[1] and (not c[2] or max(c[0]) == 16)])
-def test_loads_touch_every_bank_once(p, q, runs):
+def test_loads_touch_every_bank_once():
     """As many lanes as move 128 bytes together."""
-    for operand in operands(pair_gradient(p, q, config_of(p, q, runs), runs)):
+    chosen = [(p, q, runs) for p, q, runs in CASES if p == q and (not runs or max(p) == 16)]
+    for operand in [operand for p, q, runs in chosen for operand in operands(pair_gradient(p, q, config_of(p, q, runs), runs))]:
         vector = next((n for n in range(2) if n in operand.lanes), 2)
         assert operand.registers[:vector] == tuple(range(vector))
         found = set()
@@ -161,10 +160,10 @@ def test_what_it_refuses(p, q, num_slices, after, fastest):
     assert pair_gradient_config(p, q, num_slices, after, fastest, 1, MULTIPROCESSORS) is None
 
 
-@pytest.mark.parametrize(("p", "q", "runs"), CASES)
-def test_what_a_program_keeps_fits(p, q, runs):
+def test_what_a_program_keeps_fits():
     """Tiles, and both halves of four operands made from factors, in an H100's shared memory; as many programs as there is room for."""
-    config = config_of(p, q, runs)
-    tiles = config.stages * config.block_s * (p[0] * p[1] + q[0] * q[1])
-    shared = 4 * (tiles + 4 * (p[0] * q[0] + p[1] * q[1])) + 1024
-    assert shared * -(-config.programs // MULTIPROCESSORS) <= 228 * 1024
+    for p, q, runs in CASES:
+        config = config_of(p, q, runs)
+        tiles = config.stages * config.block_s * (p[0] * p[1] + q[0] * q[1])
+        shared = 4 * (tiles + 4 * (p[0] * q[0] + p[1] * q[1])) + 1024
+        assert shared * -(-config.programs // MULTIPROCESSORS) <= 228 * 1024

@@ -159,6 +159,7 @@ def test_the_newer_entry_for_a_problem_replaces_the_older(tables):
     assert table.read(tables) == {}
 
 
+@pytest.mark.xdist_group("ranks")  # whose worker has the server
 @pytest.mark.parametrize("writers", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_processes_at_once_lose_nothing(writers, tables):
     """Each adds six entries, one by one, while this process reads and never sees half a line."""
