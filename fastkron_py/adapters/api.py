@@ -12,6 +12,7 @@ from torch import Tensor
 from fastkron_py.adapters import into, operator
 from fastkron_py.adapters.composed import add_product
 from fastkron_py.adapters.factor import Factor, Operands, check_factor, labelled, loaded
+from fastkron_py.adapters.terms import add_terms, has_terms
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
@@ -37,14 +38,15 @@ def lokr_linear(
 
     The matrix ``[out, in]`` is never built: x is multiplied by w2 and w1, and base is added in the last product. A pair of low rank
     is multiplied out where that takes less time than two products with x. Several adapters are added one after the other, the result
-    of one as the base of the next. LoKr: Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
+    of one as the base of the next. Factors with a leading dimension are the terms of a sum, ``sum_t kron(w1[t], w2[t])``; two products
+    compute it, however many terms there are. LoKr: Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
     Evaluation", ICLR 2024.
 
     Args:
         x: ``[*, in]`` with ``in = in1 * in2``. A torch tensor, or a NumPy or CuPy array, of a dtype of `kron_matmul`.
-        w1: ``[out1, in1]``, or a pair ``[out1, rank]`` and ``[rank, in1]``. Of x's dtype, or float32 beside an x of float16
+        w1: ``[out1, in1]``, or a pair ``[out1, rank]`` and ``[rank, in1]``, or terms ``[terms, ...]`` of either. Of x's dtype, or float32 beside an x of float16
             or bfloat16: then it is cast once, and its gradient is summed and returned in float32.
-        w2: ``[out2, in2]``, or a pair; dtypes as of w1.
+        w2: ``[out2, in2]``, or a pair, or as many terms; dtypes as of w1.
         base: ``[*, out]`` with ``out = out1 * out2``, of x's dtype; None adds nothing.
         out: ``[*, out]``, of the result's dtype: the result is written there. It may be base, which saves the memory of a result. No
             gradient can be recorded, as with every ``out=`` of torch.
@@ -142,6 +144,7 @@ def _checked_product(given: Operands, scale: Any, precision: str | None, key: Ha
     check_tensor("x", x, x, "x")
     for name, factor in (("w1", w1), ("w2", w2)):
         check_factor(name, factor, x)
+    is_sum = has_terms(w1, w2)
     _check_sizes(given)
     scale = check_scalar("scale", scale, x)
     if out is not None:
@@ -152,7 +155,7 @@ def _checked_product(given: Operands, scale: Any, precision: str | None, key: Ha
     if is_vector:
         base, target = (None if t is None else t.unsqueeze(0) for t in (given.base, out))
         given = given._replace(x=x.unsqueeze(0), base=base)
-    if target is not None and can_write(given.present, target, given.base is not None):
+    if target is not None and not is_sum and can_write(given.present, target, given.base is not None):
         into.write(given, scale, precision, target, None if is_vector else key)
         return out  # type: ignore[return-value]
     # The key of a call with out is that of a program that writes there; this one does not.
@@ -184,6 +187,9 @@ def product(given: Operands, scale: float, precision: str | None, key: Hashable 
         key: of the call in the cache, if it has been looked up without success.
     """
     x, w1, w2, base = given
+    if w1.left.ndim == 3:
+        with without_autocast(x.device):
+            return add_terms(x, w1, w2, base, scale, precision)
     if torch.compiler.is_compiling():
         with without_autocast(x.device):  # of a pair that is multiplied out
             return add_product(x, w1, w2, base, scale, precision)
