@@ -39,13 +39,13 @@ def lokr_linear(
     The matrix ``[out, in]`` is never built: x is multiplied by w2 and w1, and base is added in the last product. A pair of low rank
     is multiplied out where that takes less time than two products with x. Several adapters are added one after the other, the result
     of one as the base of the next. Factors with a leading dimension are the terms of a sum, ``sum_t kron(w1[t], w2[t])``; two products
-    compute it, however many terms there are. LoKr: Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
+    compute it for any number of terms. LoKr: Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
     Evaluation", ICLR 2024.
 
     Args:
         x: ``[*, in]`` with ``in = in1 * in2``. A torch tensor, or a NumPy or CuPy array, of a dtype of `kron_matmul`.
-        w1: ``[out1, in1]``, or a pair ``[out1, rank]`` and ``[rank, in1]``, or terms ``[terms, ...]`` of either. Of x's dtype, or float32 beside an x of float16
-            or bfloat16: then it is cast once, and its gradient is summed and returned in float32.
+        w1: ``[out1, in1]``, or a pair ``[out1, rank]`` and ``[rank, in1]``, or terms ``[terms, ...]`` of either. Of x's dtype, or
+            float32 beside an x of float16 or bfloat16: then it is cast once, and its gradient is summed and returned in float32.
         w2: ``[out2, in2]``, or a pair, or as many terms; dtypes as of w1.
         base: ``[*, out]`` with ``out = out1 * out2``, of x's dtype; None adds nothing.
         out: ``[*, out]``, of the result's dtype: the result is written there. It may be base, which saves the memory of a result. No
