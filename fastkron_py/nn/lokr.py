@@ -113,13 +113,14 @@ class LoKrLinear(LoKrLayer):
             >>> LoKrLinear.from_linear(torch.nn.Linear(64, 128), rank=4, alpha=8)(torch.randn(3, 64)).shape
             torch.Size([3, 128])
         """
+        return cls.around(layer, LoKrOptions(rank, **options), adapter_dtype)
+
+    @classmethod
+    def _shape_of(cls, layer: Any) -> tuple[int, ...]:
         names = ("out_features", "in_features")
         if not isinstance(layer, nn.Module) or not all([hasattr(layer, name) for name in names]):
             raise type_error("layer", "an nn.Linear, or a module with in_features and out_features", type_name(layer))
-        shape = [check_positive(f"layer.{name}", getattr(layer, name)) for name in names]
-        made = cls.__new__(cls)
-        LoKrLayer.__init__(made, layer, shape, LoKrOptions(rank, **options), adapter_dtype)
-        return made.train(layer.training)
+        return tuple([check_positive(f"layer.{name}", getattr(layer, name)) for name in names])
 
     @property
     def in_features(self) -> int:
@@ -238,15 +239,17 @@ class LoKrConv2d(LoKrLayer):
             >>> LoKrConv2d.from_conv(torch.nn.Conv2d(16, 32, 3), rank=2)(torch.randn(2, 16, 8, 8)).shape
             torch.Size([2, 32, 6, 6])
         """
+        return cls.around(layer, LoKrOptions(rank, **options), adapter_dtype)
+
+    @classmethod
+    def _shape_of(cls, layer: Any) -> tuple[int, ...]:
         if not isinstance(layer, nn.Conv2d):
             raise type_error("layer", "an nn.Conv2d", type_name(layer))
         if layer.groups != 1:
             raise value_error("layer", "a convolution of one group", f"groups={layer.groups}")
         if layer.padding_mode != "zeros":
             raise value_error("layer", "padding_mode 'zeros'", repr(layer.padding_mode))
-        made = cls.__new__(cls)
-        LoKrLayer.__init__(made, layer, layer.weight.shape, LoKrOptions(rank, **options), adapter_dtype)
-        return made.train(layer.training)
+        return tuple(layer.weight.shape)
 
     kernel_size = _of_base("kernel_size")
     in_channels, out_channels, groups = _of_base("in_channels"), _of_base("out_channels"), _of_base("groups")

@@ -115,6 +115,20 @@ class LoKrLayer(Configured):
         self._read_alpha()  # as rounded
         self.reset_parameters()
 
+    @classmethod
+    def around(
+        cls, layer: Any, options: LoKrOptions, dtype: torch.dtype | None, sizes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> Self:
+        """An adapted layer around a layer, which is frozen and not copied; arguments are those of the constructor."""
+        made = cls.__new__(cls)
+        LoKrLayer.__init__(made, layer, cls._shape_of(layer), options, dtype, sizes)
+        return made.train(layer.training)
+
+    @classmethod
+    def _shape_of(cls, layer: Any) -> tuple[int, ...]:
+        """The sizes of the weight of a layer that can have the adapter; an error for another one."""
+        raise NotImplementedError
+
     def reset_parameters(self) -> None:
         """Draw the adapter's parameters anew, as LyCORIS does: the second factor's product is 0, and so is the adapter.
 
@@ -361,9 +375,12 @@ class LoKrLayer(Configured):
 
         Raises:
             TypeError: a style that is no string.
-            ValueError: an unknown style.
+            ValueError: an unknown style, or one without a form for a sum of terms or for weight_decompose.
         """
         check_choice("style", style, _STYLES)
+        if self.options.terms > 1 or (style == "peft" and self.options.weight_decompose):
+            what = "a sum of terms" if self.options.terms > 1 else "weight_decompose"
+            raise value_error("style", f"a library that has a form for {what}, or state_dict() for this one", repr(style))
         state = {name: getattr(self, name).detach() for name in NAMES if getattr(self, name) is not None}
         if style == "lycoris":
             state["alpha"] = self.alpha.detach().clone()
@@ -387,19 +404,21 @@ class LoKrLayer(Configured):
             raise type_error("state", "a mapping of names to tensors", type_name(state))
         self._check_unmerged()
         given: dict[str, Tensor] = {}
-        layers = sorted({_split(key)[0] for key in state})
+        layers = sorted({split_name(key)[0] for key in state})
         if len(layers) > 1:
             got = f"names of {len(layers)} layers, {layers[0]!r} and {layers[1]!r} among them"
             raise value_error("state", "the part of a file that is one layer's", got)
+        keys: dict[str, str] = {}
         for key, tensor in state.items():
-            name = _split(key)[1]
+            name = split_name(key)[1]
             if name in given:
-                raise value_error("state", "one adapter", f"{name} twice")
-            given[name] = tensor
+                raise value_error("state", f"one adapter: pass the keys of one, as of {keys[name]!r}", f"{name} twice, also as {key!r}")
+            given[name], keys[name] = tensor, key
         alpha = given.pop("alpha", None)
         own = {name: getattr(self, name) for name in NAMES if getattr(self, name) is not None}
         if set(given) != set(own):
-            raise value_error("state", ", ".join(own), ", ".join(sorted(given)) or "none")
+            expected = f"{', '.join(own)}, as rank={self.options.rank} and the layer's options make them (load_lokr makes layers of a file)"
+            raise value_error("state", expected, ", ".join(sorted(given)) or "none")
         for name, parameter in own.items():
             if given[name].shape != parameter.shape:
                 raise value_error(f"state[{name!r}]", f"shape {tuple(parameter.shape)}", f"shape {tuple(given[name].shape)}")
@@ -424,7 +443,7 @@ class LoKrLayer(Configured):
         return ", ".join([f"rank={o.rank}, factor={o.factor}, scale={self.scale:g}", *rates])
 
 
-def _split(key: str) -> tuple[str, str]:
+def split_name(key: str) -> tuple[str, str]:
     """A layer's name in front of a name of a state, and that name; what PEFT puts behind it is left out."""
     parts = key.split(".")
     at = next((i for i, part in enumerate(parts) if part == "alpha" or part in NAMES), len(parts) - 1)

@@ -462,11 +462,12 @@ REFUSED: dict[str, Refusal] = {
     "style": value(lambda: LoKrLinear(3, 3, 1).adapter_state_dict("kohya"), "style: expected one of lycoris, peft; got 'kohya'"),
     "state": value(
         lambda: LoKrLinear(24, 30, 2).load_adapter_state_dict({"lokr_w1": torch.ones(5, 4)}),
-        "state: expected lokr_w1, lokr_w2_a, lokr_w2_b; got lokr_w1",
+        "state: expected lokr_w1, lokr_w2_a, lokr_w2_b, as rank=2 and the layer's options make them (load_lokr makes layers of a file); "
+        "got lokr_w1",
     ),
     "state_of_two": value(
         lambda: LoKrLinear(4, 4, 2).load_adapter_state_dict({"lokr_w1.a": torch.ones(2, 2), "lokr_w1.b": torch.ones(2, 2)}),
-        "state: expected one adapter; got lokr_w1 twice",
+        "state: expected one adapter: pass the keys of one, as of 'lokr_w1.a'; got lokr_w1 twice, also as 'lokr_w1.b'",
     ),
     "state_shape": value(
         lambda: LoKrLinear(4, 4, 2).load_adapter_state_dict({"lokr_w1": torch.ones(2, 3), "lokr_w2": torch.ones(2, 2)}),
