@@ -171,8 +171,8 @@ def reasons(model: nn.Module, left_alone: Mapping[str, str]) -> str:
         if instead:
             return f"{type_name(model)} with {', '.join(instead)}"
         kinds = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
-        more = f" and {len(kinds) - _SHOWN} other kinds" if len(kinds) > _SHOWN else ""
-        return f"{type_name(model)}, which has none among its modules ({', '.join(kinds[:_SHOWN])}{more})"
+        others = f" and {len(kinds) - _SHOWN} other kinds" if len(kinds) > _SHOWN else ""
+        return f"{type_name(model)}, which has none among its modules ({', '.join(kinds[:_SHOWN])}{others})"
     shown = [f"{name or 'it'}: {reason}" for name, reason in left_alone.items()][:_SHOWN]
     more = len(left_alone) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
