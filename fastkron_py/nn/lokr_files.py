@@ -22,8 +22,8 @@ from fastkron_py.adapters.plan import split_size
 from fastkron_py.nn import lokr_tensors
 from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.lokr import LoKrConv2d, LoKrLinear
-from fastkron_py.nn.lokr_base import NAMES, LoKrLayer, LoKrOptions, parameter_sizes, split_name
-from fastkron_py.nn.lokr_tensors import Tensors, cut_columns, cut_rows, join_rows, rank_of, whole_first, with_whole_first
+from fastkron_py.nn.lokr_base import NAMES, LoKrLayer, LoKrOptions, split_name
+from fastkron_py.nn.lokr_tensors import Tensors, cut_columns, cut_rows, join_rows, rank_of, whole
 from fastkron_py.runtime.checks import check_choice, check_integer, check_scalar
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -120,28 +120,29 @@ def load_lokr(
     if not given and not problems:
         raise value_error("state", f"keys{f' that begin with {prefix!r}' if prefix else ''}", f"{len(tensors)} others")
     places = _Places(model, names or {})
-    adapters: dict[str, dict[int, _Adapter]] = {}  # of each layer; several, by their number, are joined
-    joined: dict[str, tuple[str, ...]] = {}
+    adapters: dict[tuple[str, int], dict[int, _Adapter]] = {}  # of each layer and number of its parts
+    flags = [(p, p.requires_grad) for p in model.parameters()]
     for name, layer in given.items():
         try:
             adapter = _adapter(name, layer, config, scale)
             for place, part in places.of(name, adapter):
-                slot = adapters.setdefault(place.layer, {})
-                if place.number in slot or (slot and (place.number == -1) != (-1 in slot)):
+                slot = adapters.setdefault((place.layer, place.parts), {})
+                if place.number in slot or sum([place.layer == other for other, _ in adapters]) > 1:
                     raise value_error(name, f"one adapter of {place.layer}", "a second one in the same file (prefix= takes those of one)")
                 slot[place.number] = part
-                joined |= {place.layer: place.parts} if place.parts else {}
         except (TypeError, ValueError) as error:
             problems.append(str(error) if str(error).startswith(name) else f"{name}: {error}")
     made: dict[str, LoKrLayer] = {}
-    for layer_name, slot in adapters.items():
+    for (layer_name, number), slot in adapters.items():
         try:
             base = places.layers[layer_name]
-            adapter = slot[-1] if layer_name not in joined else _joined(slot, len(joined[layer_name]), base)
+            adapter = slot[0] if number == 1 else _joined(slot, number, base)
             made[layer_name] = _around(base, adapter, adapter_dtype)
         except (TypeError, ValueError) as error:
             problems.append(f"{layer_name}: {error}")
     if problems:
+        for p, flag in flags:  # which layers that were made have frozen
+            p.requires_grad_(flag)
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise value_error("state", "LoKr adapters of the model's layers", "; ".join(problems[:_SHOWN]) + more)
     for layer_name, new in made.items():
@@ -195,10 +196,8 @@ def _read(state: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any] | None]:
     except SafetensorError as error:
         raise value_error("state", "a safetensors file", f"{str(path)!r}: {error}") from None
     beside = path.with_name("adapter_config.json")
-    if _DIFFUSERS_METADATA in metadata:
-        config = json.loads(metadata[_DIFFUSERS_METADATA])
-    else:
-        config = json.loads(beside.read_text()) if path.name == "adapter_model.safetensors" and beside.is_file() else {}
+    is_pefts = path.name == "adapter_model.safetensors" and beside.is_file()
+    config = json.loads(metadata.get(_DIFFUSERS_METADATA) or (beside.read_text() if is_pefts else "{}"))
     if config.get("peft_type", "LOKR") != "LOKR":
         raise value_error("state", "an adapter of PEFT's type LOKR", repr(config["peft_type"]))
     return tensors, config if "r" in config and "alpha" in config else None
@@ -233,11 +232,8 @@ def _adapter(name: str, tensors: dict[str, Tensor], config: Mapping[str, Any] | 
         return _Adapter(tensors, rank or int(of_config), _of_pattern(config, "alpha_pattern", own, config["alpha"]) / of_config)
     if rank is None:
         number = 0.0 if alpha is None else float(alpha)
-        rank = (
-            int(number)
-            if number >= 1 and number.is_integer()
-            else max(lokr_tensors.rows_of(tensors)[1], lokr_tensors.columns_of(tensors)[1])
-        )
+        sizes = lokr_tensors.rows_of(tensors)[1], lokr_tensors.columns_of(tensors)[1]
+        rank = int(number) if number >= 1 and number.is_integer() else max(sizes)
         if alpha is not None:  # which LyCORIS does not read beside whole factors
             return _Adapter(tensors, rank, 1.0)
     if alpha is not None:
@@ -271,11 +267,11 @@ def _of_pattern(config: Mapping[str, Any], patterns: str, name: str, default: fl
 
 
 class _Place(NamedTuple):
-    """Where an adapter goes: a layer; or the part of this number of a layer of several projections, with the names of all."""
+    """Where an adapter goes: a layer; or the part of this number of a layer of so many projections."""
 
     layer: str
-    number: int = -1
-    parts: tuple[str, ...] = ()
+    number: int = 0
+    parts: int = 1
 
 
 class _Places:
@@ -286,15 +282,17 @@ class _Places:
     """
 
     def __init__(self, model: nn.Module, names: Mapping[str, str | Sequence[str]]) -> None:
-        self._model, self._names = model, names
+        self._names = names
         self._modules = dict(model.named_modules(remove_duplicate=False))
         inside = [name + "." for name, module in self._modules.items() if isinstance(module, LoKrLayer)]
         self.layers = {
             name: module for name, module in self._modules.items() if name and _can_adapt(module) and not name.startswith(tuple(inside))
         }
         self._underscored: dict[str, list[str]] = {}
-        for name in self.layers:
+        self._first: dict[nn.Module, str] = {}  # of the names of a shared layer
+        for name, layer in self.layers.items():
             self._underscored.setdefault(name.replace(".", "_"), []).append(name)
+            self._first.setdefault(layer, name)
 
     def of(self, name: str, adapter: _Adapter) -> list[tuple[_Place, _Adapter]]:
         """The places of an adapter of a file, with the part that each gets."""
@@ -328,11 +326,11 @@ class _Places:
                 raise value_error(f"names[{candidate!r}]", "layers of the model that can have an adapter", ", ".join(missing))
             return wanted
         if candidate in self.layers:
-            return (candidate,)
+            return (self._first[self.layers[candidate]],)
         found = self._underscored.get(candidate, [])
         if len(found) > 1:
             raise value_error(candidate, "a name of one layer: pass names=", f"that of {' and '.join(found)}")
-        return tuple(found) or None
+        return tuple([self._first[self.layers[layer]] for layer in found]) or None
 
     def _all(self, candidates: Sequence[str]) -> tuple[str, ...] | None:
         found = [self._named(candidate) for candidate in candidates]
@@ -363,7 +361,7 @@ class _Places:
                     stem = _stem(candidate, own)
                     found = None if stem is None else self._named(f"{stem}{fused}")
                     if found is not None:
-                        return _Place(found[0], i, group)
+                        return _Place(found[0], i, len(group))
         return None
 
     def _nearest(self, name: str) -> str:
@@ -426,6 +424,7 @@ def _around(base: nn.Module, adapter: _Adapter, dtype: torch.dtype | None) -> Lo
     kept = LoKrOptions(1) if former is None else former.options
     options = kept._replace(
         rank=adapter.rank,
+        factor=lokr_tensors.rows_of(tensors)[0],
         decompose_both="lokr_w1_a" in tensors,
         alpha=adapter.scale * adapter.rank,
         use_tucker="lokr_t2" in tensors,
@@ -434,10 +433,6 @@ def _around(base: nn.Module, adapter: _Adapter, dtype: torch.dtype | None) -> Lo
         terms=terms,
     )
     sizes = {name: tuple(t.shape) for name, t in tensors.items()}
-    first = sizes[lokr_tensors.first_name(tensors)]
-    for factor in dict.fromkeys((-1, first[-2], shape[1] // max(1, first[-1]))):
-        if parameter_sizes(shape, options._replace(factor=factor)) == sizes:
-            options = options._replace(factor=factor)
     make: type[LoKrLayer] = LoKrConv2d if len(shape) > 2 else LoKrLinear
     layer = make.around(inner, options, dtype, sizes)
     layer.load_adapter_state_dict(tensors)
@@ -457,14 +452,12 @@ def _fitted(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
         if "lokr_w2" in fitted and fitted["lokr_w2"].shape[2:].numel() == math.prod(window):
             fitted["lokr_w2"] = fitted["lokr_w2"].reshape(*fitted["lokr_w2"].shape[:2], *window)
     (out1, out2), (in1, in2) = lokr_tensors.rows_of(fitted), lokr_tensors.columns_of(fitted)
-    found: tuple[int, ...] = (*shape[2:],)
-    if "lokr_t2" in fitted:
-        found = tuple(fitted["lokr_t2"].shape[2:])
-    elif "lokr_w2" in fitted and fitted[lokr_tensors.first_name(fitted)].ndim == 2:
-        found = tuple(fitted["lokr_w2"].shape[2:])
-    else:
+    core = fitted.get("lokr_t2", fitted.get("lokr_w2"))
+    if core is None:  # a pair, which has the window in its columns
         in2, rest = divmod(in2, math.prod(window))
-        found = window if rest == 0 else ()
+        found = window if rest == 0 else (rest,)
+    else:
+        found = tuple(core.shape[fitted[lokr_tensors.first_name(fitted)].ndim :])
     if (out1 * out2, in1 * in2, *found) != shape:
         sizes = " and ".join([f"{name} {tuple(t.shape)}" for name, t in fitted.items() if name != "dora_scale"])
         raise value_error("w1 and w2", f"factors of a weight {shape}", sizes)
@@ -515,8 +508,6 @@ def lokr_state(model: nn.Module, format: str = "lycoris", *, prefix: str | None 
         written = f"{default if prefix is None else prefix}.{name}"
         if format in ("lycoris", "kohya"):
             written, tensors = written.replace(".", "_"), layer.adapter_state_dict("lycoris")
-            if "lokr_w2" in tensors and "lokr_w1" not in tensors:  # which LyCORIS's files have no form for
-                tensors = with_whole_first(tensors, whole_first(tensors) * layer.scale)
         else:
             tensors = layer.adapter_state_dict("peft")
             if format == "diffusers":
@@ -575,7 +566,7 @@ def common_factor(layers: Mapping[str, LoKrLayer]) -> int:
 
 def _split_sizes(layer: LoKrLayer) -> list[tuple[int, int]]:
     tensors = {name: getattr(layer, name) for name in NAMES if getattr(layer, name) is not None}
-    (out1, in1), (out, inputs) = whole_first(tensors).shape, _shape(layer)[:2]
+    (out1, in1), (out, inputs) = whole(tensors, "lokr_w1").shape, _shape(layer)[:2]
     return [(out1, out // out1), (in1, inputs // in1)]
 
 

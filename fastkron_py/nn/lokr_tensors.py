@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -54,14 +54,9 @@ def rank_of(tensors: Tensors) -> int | None:
     return next(iter(ranks.values()), None)
 
 
-def whole_first(tensors: Tensors) -> Tensor:
-    """W1 as a matrix."""
-    return tensors["lokr_w1"] if "lokr_w1" in tensors else product(tensors["lokr_w1_a"], tensors["lokr_w1_b"])
-
-
-def with_whole_first(tensors: Tensors, w1: Tensor) -> dict[str, Tensor]:
-    """The adapter with another w1, which is a matrix."""
-    return {name: t for name, t in tensors.items() if not name.startswith("lokr_w1")} | {"lokr_w1": w1}
+def whole(tensors: Tensors, name: str) -> Tensor:
+    """``lokr_w1`` as a matrix, or ``lokr_w2``, which of a convolution is whatever there is."""
+    return tensors[name] if name in tensors else product(tensors[f"{name}_a"], tensors[f"{name}_b"])
 
 
 # ---- cutting ---------------------------------------------------------------------------------------
@@ -147,23 +142,18 @@ def join_rows(parts: Sequence[Tensors | None], sizes: Sequence[int]) -> dict[str
         ValueError: parts of other sizes, convolutions, decomposed weights.
     """
     found = [part for part in parts if part is not None]
-    if any(["dora_scale" in part or "lokr_t2" in part or second_of(part).ndim > 2 for part in found]):
+    if any(["dora_scale" in part or "lokr_t2" in part or whole(part, "lokr_w2").ndim > 2 for part in found]):
         raise value_error("parts", "adapters of linear layers without dora_scale, to be joined for one layer", "others")
-    shapes = {(whole_first(part).shape[1], *second_of(part).shape) for part in found}
+    shapes = {(whole(part, "lokr_w1").shape[1], *whole(part, "lokr_w2").shape) for part in found}
     if len(shapes) > 1:
         raise value_error("parts", "adapters of one size of w2, to be joined for one layer", f"sizes {sorted(shapes)}")
-    out2 = second_of(found[0]).shape[0]
+    out2 = whole(found[0], "lokr_w2").shape[0]
     if any([size % out2 for size in sizes]):
         raise value_error("parts", f"rows that are multiples of {out2}, the rows of w2", f"{list(sizes)} rows")
     rows = [size // out2 for size in sizes]
-    w1 = whole_first(found[0]).new_zeros(len(found), sum(rows), whole_first(found[0]).shape[1])
+    w1 = whole(found[0], "lokr_w1").new_zeros(len(found), sum(rows), whole(found[0], "lokr_w1").shape[1])
     for term, i in enumerate([i for i, part in enumerate(parts) if part is not None]):
-        w1[term, sum(rows[:i]) : sum(rows[: i + 1])] = whole_first(found[term])
+        w1[term, sum(rows[:i]) : sum(rows[: i + 1])] = whole(found[term], "lokr_w1")
     if len({tuple(part["lokr_w2_b"].shape) if "lokr_w2_b" in part else None for part in found}) == 1 and "lokr_w2_b" in found[0]:
         return {"lokr_w1": w1, **{name: torch.stack([part[name] for part in found]) for name in ("lokr_w2_a", "lokr_w2_b")}}
-    return {"lokr_w1": w1, "lokr_w2": torch.stack([second_of(part) for part in found])}
-
-
-def second_of(tensors: Tensors) -> Any:
-    """W2 of a linear layer as a matrix; of a convolution whatever there is."""
-    return tensors["lokr_w2"] if "lokr_w2" in tensors else product(tensors["lokr_w2_a"], tensors["lokr_w2_b"])
+    return {"lokr_w1": w1, "lokr_w2": torch.stack([whole(part, "lokr_w2") for part in found])}
