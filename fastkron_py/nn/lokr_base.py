@@ -407,7 +407,7 @@ class LoKrLayer(Configured):
         layers = sorted({split_name(key)[0] for key in state})
         if len(layers) > 1:
             got = f"names of {len(layers)} layers, {layers[0]!r} and {layers[1]!r} among them"
-            raise value_error("state", "the part of a file that is one layer's", got)
+            raise value_error("state", "the part of a file that is one layer's (load_lokr reads all of it)", got)
         keys: dict[str, str] = {}
         for key, tensor in state.items():
             name = split_name(key)[1]

@@ -104,7 +104,7 @@ def load_lokr(
             file that is no safetensors file.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
         >>> w1, w2, alpha = torch.ones(8, 8), torch.ones(8, 8), torch.tensor(1.0)
         >>> load_lokr(model, {"lycoris_0.lokr_w1": w1, "lycoris_0.lokr_w2": w2, "lycoris_0.alpha": alpha})
         ('0',)
@@ -494,7 +494,7 @@ def lokr_state(model: nn.Module, format: str = "lycoris", *, prefix: str | None 
         ValueError: an unknown format, a model without LoKr layers, or layers that the format has no form for: all of them named.
 
     Example:
-        >>> sorted(lokr_state(nn.Sequential(LoKrLinear(64, 64, 16)), "kohya"))
+        >>> sorted(lokr_state(torch.nn.Sequential(LoKrLinear(64, 64, 16)), "kohya"))
         ['lora_unet_0.alpha', 'lora_unet_0.lokr_w1', 'lora_unet_0.lokr_w2']
     """
     check_choice("format", format, FORMATS)
@@ -596,7 +596,7 @@ def shard_lokr(state: Mapping[str, Tensor], plan: Mapping[str, str], rank: int, 
         ValueError: a rank outside of the world, an unknown part of a plan, or sizes that the ranks cannot share.
 
     Example:
-        >>> state = lokr_state(nn.Sequential(LoKrLinear(64, 64, 16)))
+        >>> state = lokr_state(torch.nn.Sequential(LoKrLinear(64, 64, 16)))
         >>> shard_lokr(state, {"*_0": "colwise"}, 0, 2)["lycoris_0.lokr_w1"].shape
         torch.Size([4, 8])
     """

@@ -25,9 +25,11 @@ def lokr_config(model: nn.Module, **options: Any) -> LoKrConfig:
         ValueError: a model without such layers, or factors that PEFT cannot have in one configuration.
 
     Example:
-        >>> state, config = lokr_state(model, "peft"), lokr_config(model)
-        >>> adapted = peft.get_peft_model(base, config)
-        >>> peft.set_peft_model_state_dict(adapted, state)
+        >>> from fastkron_py.nn import LoKrLinear, lokr_state
+        >>> ours = torch.nn.Sequential(LoKrLinear(64, 64, rank=2))
+        >>> theirs = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(64, 64)), lokr_config(ours))
+        >>> peft.set_peft_model_state_dict(theirs, lokr_state(ours, "peft")).unexpected_keys
+        []
     """
     layers = lokr_layers(model)
     ranks = {name: _rank(layer) for name, layer in layers.items()}

@@ -427,7 +427,8 @@ REFUSED: dict[str, Refusal] = {
     "lazy_layer": value(lambda: LoKrLinear.from_linear(nn.LazyLinear(3), 1), "layer.in_features: expected a positive integer; got 0"),
     "state_of_layers": value(
         lambda: LoKrLinear(4, 4, 2).load_adapter_state_dict({f"lycoris_{n}.lokr_w1": torch.ones(2, 2) for n in "qkvo"}),
-        "state: expected the part of a file that is one layer's; got names of 4 layers, 'lycoris_k' and 'lycoris_o' among them",
+        "state: expected the part of a file that is one layer's (load_lokr reads all of it); "
+        "got names of 4 layers, 'lycoris_k' and 'lycoris_o' among them",
     ),
     "state_while_merged": value(
         lambda: merged().load_adapter_state_dict(merged().adapter_state_dict()), "is_merged: expected False: call unmerge() first; got True"
