@@ -106,7 +106,8 @@ def _factor(name: str, given: Any) -> Factor:
 
 def adapted_linear(given: Operands, scale: Any, precision: str | None = None, out: Tensor | None = None) -> Tensor:
     """`lokr_linear` of tensors."""
-    given, dtype = _under_autocast(given)
+    dtype = autocast_dtype(given.x)
+    given = given if dtype is None else _under_autocast(given, dtype)
     is_kept = not torch.compiler.is_compiling() and (out is None or out is given.base)
     pairs = given.w1.right is not None, given.w2.right is not None
     key = _key(*pairs, given.base is None, scale, precision, dtype, out is not None) if is_kept else None
@@ -119,22 +120,20 @@ def adapted_linear(given: Operands, scale: Any, precision: str | None = None, ou
     return _checked_product(given, scale, precision, key, out)
 
 
-def _under_autocast(given: Operands) -> tuple[Operands, torch.dtype | None]:
-    """The operands in autocast's dtype, and that dtype, where it is on."""
-    dtype = autocast_dtype(given.x)
-    if dtype is None:
-        return given, None
+def _under_autocast(given: Operands, dtype: torch.dtype) -> Operands:
+    """The operands in autocast's dtype."""
     x, w1, w2, base = given
     check_tensor("x", x, x, "x")
     w1, w2 = (Factor(*[cast_factor(t, dtype) for t in w]) for w in (w1, w2))
-    return Operands(cast(x, dtype), w1, w2, cast(base, dtype)), dtype
+    return Operands(cast(x, dtype), w1, w2, cast(base, dtype))
 
 
 def _indexed_linear(given: Operands, index: Any, scale: Any, precision: str | None, out: Any) -> Tensor:
     """`lokr_linear` with an adapter for each row."""
     if out is not None:
         raise type_error("out", "None beside index", type_name(out))
-    given, _ = _under_autocast(given)
+    dtype = autocast_dtype(given.x)
+    given = given if dtype is None else _under_autocast(given, dtype)
     check_index(index, given)
     scale = _check(given, scale, precision)[0]
     if isinstance(scale, Tensor):

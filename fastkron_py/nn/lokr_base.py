@@ -305,7 +305,7 @@ class LoKrLayer(Configured):
         """The base layer's result plus the adapter's."""
         o = self.options
         is_left_out = self.training and o.module_dropout > 0 and bool(torch.rand(1) < o.module_dropout)
-        if self.dora_scale is not None and not (self.is_merged or is_left_out):
+        if o.weight_decompose and not (self.is_merged or is_left_out):
             return self._decomposed(x)
         base: Tensor = self.base_layer(x)
         if self.is_merged or is_left_out:
