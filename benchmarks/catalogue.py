@@ -1,5 +1,6 @@
 """All benchmarks there are: import the modules that register them here."""
 
+import benchmarks.adapters.batched
 import benchmarks.adapters.lokr
 import benchmarks.adapters.models
 import benchmarks.distributed.jobs

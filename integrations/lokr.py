@@ -51,8 +51,8 @@ class Adapter(NamedTuple):
             return base + self.product(x)
         return self.product(x, base, base if overwrites and self.window is None else None)
 
-    def per_output(self, t: Tensor) -> Tensor:
-        """A number for each output, ``[out]``, as it multiplies a result."""
+    def per_channel(self, t: Tensor) -> Tensor:
+        """A number for each output or input, as it multiplies a result or x."""
         return t if self.window is None else t.view(-1, *[1] * len(self.w2.window))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 AppliedT = TypeVar("AppliedT", bound="Applied")
-_SHOWN: Final = 3  # reasons in an error
+_SHOWN: Final = 3  # reasons, or kinds of modules, in an error
 _PATCHED: Final = "already patched by use_fastkron"
 _ADAPTERS: Final = ("peft.tuners.", "lycoris.modules.", "fastkron_py.nn.lokr")  # modules of their classes
 
@@ -168,7 +168,11 @@ def reasons(model: nn.Module, left_alone: Mapping[str, str]) -> str:
     """Why nothing in a model was changed, for an error."""
     if not left_alone:
         instead = _adapters(model)
-        return type_name(model) + (f" with {', '.join(instead)}" if instead else ", which has none")
+        if instead:
+            return f"{type_name(model)} with {', '.join(instead)}"
+        kinds = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
+        others = f" and {len(kinds) - _SHOWN} other kinds" if len(kinds) > _SHOWN else ""
+        return f"{type_name(model)}, which has none among its modules ({', '.join(kinds[:_SHOWN])}{others})"
     shown = [f"{name or 'it'}: {reason}" for name, reason in left_alone.items()][:_SHOWN]
     more = len(left_alone) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")

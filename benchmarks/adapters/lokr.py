@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,6 +143,36 @@ def with_lora(p: Problem) -> Tensor:
 Forward = Callable[[Problem], Tensor]
 
 
+def without_lycoris(device: torch.device) -> str | None:
+    """Why LyCORIS's contenders cannot run."""
+    return None if importlib.util.find_spec("lycoris") else "the extra lycoris is not installed"
+
+
+def by_bypass(backend: str) -> Forward:
+    """LyCORIS's module in bypass mode: the layer's result plus x times the factors."""
+
+    def forward(p: Problem) -> Tensor:
+        from lycoris.functional.lokr import kron_bypass
+
+        w2 = (p.w2[0], None, None) if len(p.w2) == 1 else (None, *p.w2)
+        return linear(p.x, p.weight) + kron_bypass(p.x, p.w1, None, None, *w2, scale=SCALE, backend=backend)
+
+    return forward
+
+
+def by_merge(backend: str) -> Forward:
+    """LyCORIS's module as it is by default: the adapter's weight is built, and rounded as part of the layer's."""
+
+    def forward(p: Problem) -> Tensor:
+        from lycoris.functional.lokr import kron_weight
+
+        w2 = (p.w2[0], None, None) if len(p.w2) == 1 else (None, *p.w2)
+        change = (p.weight + kron_weight(p.w1, None, None, *w2, scale=SCALE, backend=backend)) - p.weight
+        return linear(p.x, p.weight) + linear(p.x, change)
+
+    return forward
+
+
 def contenders(gradients: bool) -> list[Contender]:
     """All of them. The layer alone and LoRA compute something else: their errors are no errors."""
 
@@ -161,9 +192,12 @@ def contenders(gradients: bool) -> list[Contender]:
     def first(found: Any) -> Any:  # the other gradients are of other shapes
         return found[:1] if gradients else found
 
+    lycoris: dict[str, Any] = {"obstacle": without_lycoris, "seconds": 300.0}
     return [
         contender("fastkron_py", ours, lambda p: p.trained, is_ours=True),
         contender("PEFT's formula", by_peft, lambda p: p.trained),
+        *[contender(f"LyCORIS bypass, {b}", by_bypass(b), lambda p: p.trained, **lycoris) for b in ("triton", "torch")],
+        *[contender(f"LyCORIS merge, {b}", by_merge(b), lambda p: p.trained, **lycoris) for b in ("triton", "torch")],
         contender("layer alone", alone, lambda p: [p.x], tolerance=ANY_RESULT),
         contender(f"LoRA of rank {LORA_RANK}", with_lora, lambda p: [p.x, *p.lora], tolerance=ANY_RESULT, restore=first),
     ]
@@ -220,6 +254,7 @@ for _device, _dtype, _rows, _rank in (("cuda", "bfloat16", GPU_ROWS, 32), ("cpu"
                 notes=(
                     "Times are of the layer and its adapter together. The layer alone and LoRA have another result: theirs is not checked.",
                     "Gradients are those of x and of the adapter; the layer's weight is frozen.",
+                    "LyCORIS steps down from Triton to torch.compile where a factor is too large for its kernel, and on CPUs to torch.",
                 ),
             )
         )

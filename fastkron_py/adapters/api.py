@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from fastkron_py.adapters import into, operator
+from fastkron_py.adapters.batched import add_indexed, check_index
 from fastkron_py.adapters.composed import add_product
 from fastkron_py.adapters.factor import Factor, Operands, check_factor, labelled, loaded
+from fastkron_py.adapters.terms import add_terms, has_terms
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
@@ -29,6 +31,7 @@ def lokr_linear(
     w2: ArrayT | tuple[ArrayT, ArrayT],
     *,
     base: ArrayT | None = None,
+    index: ArrayT | None = None,
     out: ArrayT | None = None,
     scale: float | complex | Tensor = 1.0,
     precision: str | None = None,
@@ -37,15 +40,18 @@ def lokr_linear(
 
     The matrix ``[out, in]`` is never built: x is multiplied by w2 and w1, and base is added in the last product. A pair of low rank
     is multiplied out where that takes less time than two products with x. Several adapters are added one after the other, the result
-    of one as the base of the next. LoKr: Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
+    of one as the base of the next. Factors with a leading dimension are the terms of a sum, ``sum_t kron(w1[t], w2[t])``; two products
+    compute it for any number of terms. LoKr: Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
     Evaluation", ICLR 2024.
 
     Args:
         x: ``[*, in]`` with ``in = in1 * in2``. A torch tensor, or a NumPy or CuPy array, of a dtype of `kron_matmul`.
-        w1: ``[out1, in1]``, or a pair ``[out1, rank]`` and ``[rank, in1]``. Of x's dtype, or float32 beside an x of float16
-            or bfloat16: then it is cast once, and its gradient is summed and returned in float32.
-        w2: ``[out2, in2]``, or a pair; dtypes as of w1.
+        w1: ``[out1, in1]``, or a pair ``[out1, rank]`` and ``[rank, in1]``, or terms ``[terms, ...]`` of either. Of x's dtype, or
+            float32 beside an x of float16 or bfloat16: then it is cast once, and its gradient is summed and returned in float32.
+        w2: ``[out2, in2]``, or a pair, or as many terms; dtypes as of w1.
         base: ``[*, out]`` with ``out = out1 * out2``, of x's dtype; None adds nothing.
+        index: ``[*]``, integers: factors with a leading dimension are several adapters, and each row of x has the one of its number, or
+            none if that is below 0. Numbers are not checked: on a GPU the host does not see them. Torch tensors only, without out.
         out: ``[*, out]``, of the result's dtype: the result is written there. It may be base, which saves the memory of a result. No
             gradient can be recorded, as with every ``out=`` of torch.
         scale: a finite number, or a 0-dimensional tensor (which gets a gradient).
@@ -65,7 +71,7 @@ def lokr_linear(
         >>> lokr_linear(x, w1, w2, base=base, scale=0.5).shape
         torch.Size([10, 128])
     """
-    if out is None and not torch.compiler.is_compiling():
+    if out is None and index is None and not torch.compiler.is_compiling():
         pair1, pair2 = type(w1) is tuple, type(w2) is tuple
         key = _key(pair1, pair2, base is None, scale, precision)
         if key is not None:
@@ -77,7 +83,11 @@ def lokr_linear(
                 return entry.call(tensors, (scale, *entry.options[1:]))  # type: ignore[no-any-return]
     if isinstance(x, Tensor):
         given = Operands(x, _factor("w1", w1), _factor("w2", w2), base)  # type: ignore[arg-type]
+        if index is not None:
+            return _indexed_linear(given, index, scale, precision, out)  # type: ignore[return-value]
         return adapted_linear(given, scale, precision, out)  # type: ignore[arg-type, return-value]
+    if index is not None:
+        raise type_error("index", "None beside an x that is no torch tensor", type_name(index))
     if out is not None:
         raise type_error("out", "None beside an x that is no torch tensor", type_name(out))
     parts1, parts2 = labelled("w1", w1), labelled("w2", w2)
@@ -97,11 +107,7 @@ def _factor(name: str, given: Any) -> Factor:
 def adapted_linear(given: Operands, scale: Any, precision: str | None = None, out: Tensor | None = None) -> Tensor:
     """`lokr_linear` of tensors."""
     dtype = autocast_dtype(given.x)
-    if dtype is not None:
-        x, w1, w2, base = given
-        check_tensor("x", x, x, "x")
-        w1, w2 = (Factor(*[cast_factor(t, dtype) for t in w]) for w in (w1, w2))
-        given = Operands(cast(x, dtype), w1, w2, cast(base, dtype))
+    given = given if dtype is None else _under_autocast(given, dtype)
     is_kept = not torch.compiler.is_compiling() and (out is None or out is given.base)
     pairs = given.w1.right is not None, given.w2.right is not None
     key = _key(*pairs, given.base is None, scale, precision, dtype, out is not None) if is_kept else None
@@ -112,6 +118,28 @@ def adapted_linear(given: Operands, scale: Any, precision: str | None = None, ou
             y: Tensor = entry.call(tensors, (scale, *entry.options[1:]))
             return y
     return _checked_product(given, scale, precision, key, out)
+
+
+def _under_autocast(given: Operands, dtype: torch.dtype) -> Operands:
+    """The operands in autocast's dtype."""
+    x, w1, w2, base = given
+    check_tensor("x", x, x, "x")
+    w1, w2 = (Factor(*[cast_factor(t, dtype) for t in w]) for w in (w1, w2))
+    return Operands(cast(x, dtype), w1, w2, cast(base, dtype))
+
+
+def _indexed_linear(given: Operands, index: Any, scale: Any, precision: str | None, out: Any) -> Tensor:
+    """`lokr_linear` with an adapter for each row."""
+    if out is not None:
+        raise type_error("out", "None beside index", type_name(out))
+    dtype = autocast_dtype(given.x)
+    given = given if dtype is None else _under_autocast(given, dtype)
+    check_index(index, given)
+    scale = _check(given, scale, precision)[0]
+    if isinstance(scale, Tensor):
+        given, scale = given._replace(w1=given.w1.scaled(scale)), 1.0
+    with without_autocast(given.x.device):
+        return add_indexed(given, index, scale, precision)
 
 
 def _key(
@@ -137,13 +165,8 @@ def cast_factor(t: Any, dtype: torch.dtype) -> Any:
 
 def _checked_product(given: Operands, scale: Any, precision: str | None, key: Hashable, out: Tensor | None) -> Tensor:
     """The product of tensors, kept by this key if there is one."""
-    x, w1, w2, _ = given
-    check_precision(precision)
-    check_tensor("x", x, x, "x")
-    for name, factor in (("w1", w1), ("w2", w2)):
-        check_factor(name, factor, x)
-    _check_sizes(given)
-    scale = check_scalar("scale", scale, x)
+    x, w1 = given.x, given.w1
+    scale, is_sum = _check(given, scale, precision)
     if out is not None:
         check_out(out, given.result_shape, x, [*given.listed, scale if isinstance(scale, Tensor) else None])
     if isinstance(scale, Tensor | complex):  # part of the smaller factor
@@ -152,13 +175,25 @@ def _checked_product(given: Operands, scale: Any, precision: str | None, key: Ha
     if is_vector:
         base, target = (None if t is None else t.unsqueeze(0) for t in (given.base, out))
         given = given._replace(x=x.unsqueeze(0), base=base)
-    if target is not None and can_write(given.present, target, given.base is not None):
+    if target is not None and not is_sum and can_write(given.present, target, given.base is not None):
         into.write(given, scale, precision, target, None if is_vector else key)
         return out  # type: ignore[return-value]
     # The key of a call with out is that of a program that writes there; this one does not.
     y = product(given, scale, precision, key if out is None and not is_vector else None)
     y = y.squeeze(0) if is_vector else y
     return y if out is None else out.copy_(y)
+
+
+def _check(given: Operands, scale: Any, precision: str | None) -> tuple[Any, bool]:
+    """Check the operands; the scale, and whether the factors have a leading dimension."""
+    x, w1, w2, _ = given
+    check_precision(precision)
+    check_tensor("x", x, x, "x")
+    for name, factor in (("w1", w1), ("w2", w2)):
+        check_factor(name, factor, x)
+    is_sum = has_terms(w1, w2)
+    _check_sizes(given)
+    return check_scalar("scale", scale, x), is_sum
 
 
 def _check_sizes(given: Operands) -> None:
@@ -184,6 +219,9 @@ def product(given: Operands, scale: float, precision: str | None, key: Hashable 
         key: of the call in the cache, if it has been looked up without success.
     """
     x, w1, w2, base = given
+    if w1.left.ndim == 3:
+        with without_autocast(x.device):
+            return add_terms(x, w1, w2, base, scale, precision)
     if torch.compiler.is_compiling():
         with without_autocast(x.device):  # of a pair that is multiplied out
             return add_product(x, w1, w2, base, scale, precision)

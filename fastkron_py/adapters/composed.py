@@ -75,11 +75,11 @@ def prepared(
 ) -> tuple[Factor, Factor]:
     """The factors, each as a matrix or as the pair that it was, by the plan."""
     plan = plan_of(w1, w2, tokens, x.device)
-    w1, w2 = (_expanded(w, precision, backend) if is_dense else w for w, is_dense in zip((w1, w2), plan, strict=True))
+    w1, w2 = (expanded(w, precision, backend) if is_dense else w for w, is_dense in zip((w1, w2), plan, strict=True))
     return w1, w2
 
 
-def _expanded(w: Factor, precision: str | None, backend: str | None) -> Factor:
+def expanded(w: Factor, precision: str | None, backend: str | None) -> Factor:
     """The factor as one matrix; in a precision that is asked for by the multiply, whose derivatives have it too."""
     if w.right is None or precision is None:
         return w.expanded()

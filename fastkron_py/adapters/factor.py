@@ -14,10 +14,14 @@ from fastkron_py.runtime.checks import check_tensor
 from fastkron_py.runtime.errors import type_error, value_error
 
 _EXPECTED: Final = "a matrix [out, in] or a pair of matrices [out, rank] and [rank, in]"
+_MATRIX: Final = "a matrix [out, in], or terms of a sum [terms, out, in]"
 
 
 class Factor(NamedTuple):
-    """``left`` itself, ``[out, in]``, or ``left @ right`` with ``left [out, rank]`` and ``right [rank, in]``."""
+    """``left`` itself, ``[out, in]``, or ``left @ right`` with ``left [out, rank]`` and ``right [rank, in]``.
+
+    The terms of a sum, or several adapters, are a leading dimension of each.
+    """
 
     left: Tensor
     right: Tensor | None = None
@@ -26,8 +30,8 @@ class Factor(NamedTuple):
     def size(self) -> FactorSize:
         """The sizes of the factor."""
         if self.right is None:
-            return FactorSize(self.left.shape[0], self.left.shape[1])
-        return FactorSize(self.left.shape[0], self.right.shape[1], self.right.shape[0])
+            return FactorSize(self.left.shape[-2], self.left.shape[-1])
+        return FactorSize(self.left.shape[-2], self.right.shape[-1], self.right.shape[-2])
 
     def expanded(self) -> Factor:
         """The factor as one matrix."""
@@ -63,11 +67,13 @@ class Operands(NamedTuple):
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """The sum over left's last and right's first dimension, in the wider dtype of both."""
+    """The sum over left's last and right's first dimension, in the wider dtype of both; of a batch of left matrices, each with its own."""
     dtype = torch.promote_types(left.dtype, right.dtype)
     left, right = left.to(dtype), right.to(dtype)
     if left.ndim == right.ndim == 2:  # torch.tensordot is many calls
         return left.mm(right)
+    if left.ndim == right.ndim == 3:
+        return left.bmm(right)
     found: Tensor = torch.tensordot(left, right, 1)
     return found
 
@@ -105,8 +111,10 @@ def check_factor(name: str, factor: Factor, x: Tensor) -> None:
     labels = (name,) if factor.right is None else (f"{name}[0]", f"{name}[1]")
     for label, t in zip(labels, (factor.left, factor.right), strict=False):
         check_tensor(label, t, x, "x", or_float32=True)
-        if t is not None and t.ndim != 2:
-            raise value_error(label, "a matrix", f"shape {tuple(t.shape)}")
-    if factor.right is not None and factor.left.shape[1] != factor.right.shape[0]:
-        left, right = tuple(factor.left.shape), tuple(factor.right.shape)
+        if t is not None and t.ndim not in (2, 3):
+            raise value_error(label, _MATRIX, f"shape {tuple(t.shape)}")
+    if factor.right is None:
+        return
+    left, right = tuple(factor.left.shape), tuple(factor.right.shape)
+    if left[-1] != right[-2] or left[:-2] != right[:-2]:
         raise value_error(name, "a pair [out, rank] and [rank, in] of one rank", f"shapes {left} and {right}")

@@ -6,6 +6,31 @@ import torch
 from torch import Tensor
 
 
+def magnitude_ratio(
+    weight: Tensor, magnitudes: Tensor, w1: Tensor, w2: Tensor, *, by_row: bool = True, row_mask: Tensor | None = None
+) -> Tensor:
+    """What DoRA multiplies the outputs or inputs of ``weight + row_mask * kron(w1, w2)`` by: magnitudes over its norms.
+
+    Args:
+        weight: ``[out1 * out2, in1 * in2, *window]``; it gets no gradient.
+        magnitudes: as many numbers as there are outputs or inputs.
+        w1: ``[out1, in1]``, of float32 or float64.
+        w2: ``[out2, in2, *window]``, like w1.
+        by_row: of the outputs, else of the inputs.
+        row_mask: ``[out1 * out2]`` or None; for outputs alone.
+
+    Returns:
+        ``[out]`` or ``[in]``, of w1's dtype.
+
+    Example:
+        >>> magnitude_ratio(torch.ones(12, 10, 3), torch.ones(12), torch.ones(3, 2), torch.ones(4, 5, 3)).shape
+        torch.Size([12])
+    """
+    weight, w2 = (t.flatten(1) if by_row else t.movedim(1, -1).flatten(0, -2) for t in (weight, w2))
+    norms = adapted_norms(weight, w1, w2, by_row=by_row, row_mask=row_mask)
+    return magnitudes.flatten() / (norms + torch.finfo(norms.dtype).eps)  # as LyCORIS has it
+
+
 def adapted_norms(weight: Tensor, w1: Tensor, w2: Tensor, *, by_row: bool = True, row_mask: Tensor | None = None) -> Tensor:
     """Euclidean norms of the rows or the columns of ``weight + row_mask * kron(w1, w2)``.
 

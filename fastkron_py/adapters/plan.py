@@ -115,6 +115,11 @@ def _product_cost(first: _Mode, second: _Mode, element: float) -> float:
     return min(second_goes_first, first_goes_first) + moved
 
 
+def is_second_first(w1: FactorSize, w2: FactorSize) -> bool:
+    """Whether multiplying by w2 before w1 takes no more multiply-adds than the other way round."""
+    return w2.rows * w1.columns * (w2.columns + w1.rows) <= w1.rows * w2.columns * (w1.columns + w2.rows)
+
+
 def split_size(size: int, factor: int = -1) -> tuple[int, int]:
     """Split a size, by the rule of LyCORIS and PEFT, into ``(m, n)`` with ``m <= n`` and ``m * n == size``.
 

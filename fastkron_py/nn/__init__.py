@@ -5,6 +5,7 @@ from fastkron_py.gated.api import pack_gated, unpack_gated
 from fastkron_py.kan.bases.registry import Basis, register_basis
 from fastkron_py.nn.gated import GatedMLP
 from fastkron_py.nn.lokr import LoKrConv2d, LoKrLinear
+from fastkron_py.nn.lokr_files import load_lokr, lokr_state, shard_lokr
 from fastkron_py.nn.poly_kan import KAN, PolyKANLinear, smooth_init_
 from fastkron_py.nn.poly_kan_conv import PolyKANConv2d
 from fastkron_py.nn.poly_kan_conversion import SplineKANLinear, convert_kan, from_chebykan, from_efficient_kan
@@ -28,10 +29,13 @@ __all__ = [
     "convert_kan",
     "from_chebykan",
     "from_efficient_kan",
+    "load_lokr",
+    "lokr_state",
     "pack_gated",
     "register_activation",
     "register_basis",
     "register_denominator",
+    "shard_lokr",
     "smooth_init_",
     "unpack_gated",
 ]

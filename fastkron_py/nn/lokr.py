@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastkron_py.adapters.api import adapted_linear
 from fastkron_py.adapters.conv import Window, lokr_conv
-from fastkron_py.adapters.factor import Operands
+from fastkron_py.adapters.factor import Factor, Operands
 from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.lokr_base import LoKrLayer, LoKrOptions
 from fastkron_py.nn.modules import owns_result
@@ -34,6 +34,10 @@ class LoKrLinear(LoKrLayer):
         rank_dropout: probability with which an output gets nothing from the adapter in a forward pass.
         rank_dropout_scale: divide the others by their share.
         module_dropout: probability with which the whole adapter is left out of a forward pass.
+        weight_decompose: scale the outputs of the adapted weight to trained magnitudes, which are the base weight's norms at first
+            (DoRA). The base layer's weight is one of floating point, and there are no other dropout rates than module_dropout.
+        wd_on_out: False scales the inputs.
+        terms: of a sum of Kronecker products, each with its own w1 and w2; 1 is LoKr.
         bias: of the base layer.
         device: of all parameters.
         dtype: of the base layer.
@@ -45,7 +49,9 @@ class LoKrLinear(LoKrLayer):
     Attributes:
         base_layer: an `nn.Linear`, or a layer like it.
         lokr_w1: ``[out1, in1]``, or None beside ``lokr_w1_a [out1, rank]`` and ``lokr_w1_b [rank, in1]``.
-        lokr_w2: ``[out2, in2]``, or None beside ``lokr_w2_a [out2, rank]`` and ``lokr_w2_b [rank, in2]``.
+        lokr_w2: ``[out2, in2]``, or None beside ``lokr_w2_a [out2, rank]`` and ``lokr_w2_b [rank, in2]``. Several terms are the first
+            dimension of all of these.
+        dora_scale: the magnitudes, ``[out, 1]`` or ``[1, in]``, or None.
         alpha: a buffer, float32 in a layer of any dtype. A compiled graph has its number as a constant.
         weight: of the whole layer, built at each reading.
         bias: of the base layer.
@@ -74,6 +80,9 @@ class LoKrLinear(LoKrLayer):
         rank_dropout: float = 0.0,
         rank_dropout_scale: bool = False,
         module_dropout: float = 0.0,
+        weight_decompose: bool = False,
+        wd_on_out: bool = True,
+        terms: int = 1,
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -81,7 +90,8 @@ class LoKrLinear(LoKrLayer):
     ) -> None:
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             check_positive(name, size)
-        options = LoKrOptions(rank, factor, decompose_both, alpha, dropout, rank_dropout, rank_dropout_scale, module_dropout).checked()
+        rates = (dropout, rank_dropout, rank_dropout_scale, module_dropout)
+        options = LoKrOptions(rank, factor, decompose_both, alpha, *rates, False, weight_decompose, wd_on_out, terms).checked()
         base = nn.Linear(in_features, out_features, bias, device, dtype)
         super().__init__(base, (out_features, in_features), options, adapter_dtype)
 
@@ -93,7 +103,7 @@ class LoKrLinear(LoKrLayer):
             layer: an `nn.Linear`, or a module like it that has in_features and out_features: its weight may be quantised or packed.
             rank: as in the class.
             adapter_dtype: as in the class.
-            **options: factor, decompose_both, alpha and the dropout rates.
+            **options: factor, decompose_both, alpha, the dropout rates, weight_decompose, wd_on_out and terms.
 
         Raises:
             TypeError: no such layer, or an unknown option.
@@ -103,13 +113,14 @@ class LoKrLinear(LoKrLayer):
             >>> LoKrLinear.from_linear(torch.nn.Linear(64, 128), rank=4, alpha=8)(torch.randn(3, 64)).shape
             torch.Size([3, 128])
         """
+        return cls.around(layer, LoKrOptions(rank, **options), adapter_dtype)
+
+    @classmethod
+    def _shape_of(cls, layer: Any) -> tuple[int, ...]:
         names = ("out_features", "in_features")
         if not isinstance(layer, nn.Module) or not all([hasattr(layer, name) for name in names]):
             raise type_error("layer", "an nn.Linear, or a module with in_features and out_features", type_name(layer))
-        shape = [check_positive(f"layer.{name}", getattr(layer, name)) for name in names]
-        made = cls.__new__(cls)
-        LoKrLayer.__init__(made, layer, shape, LoKrOptions(rank, **options), adapter_dtype)
-        return made.train(layer.training)
+        return tuple([check_positive(f"layer.{name}", getattr(layer, name)) for name in names])
 
     @property
     def in_features(self) -> int:
@@ -123,7 +134,13 @@ class LoKrLinear(LoKrLayer):
 
     def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
         out = base if base is not None and owns_result(self.base_layer) else None
-        return adapted_linear(Operands(x, self.first_factor(), self.second_factor().factor(), base), self.scale, out=out)
+        kernel = self.second_factor()
+        w2 = Factor(kernel.core) if kernel.left is None else Factor(kernel.left, kernel.core)
+        return adapted_linear(Operands(x, self.first_factor(), w2, base), self.scale, out=out)
+
+
+def _of_base(name: str) -> Any:
+    return property(lambda self: getattr(self.base_layer, name), doc=f"The base layer's {name}.")
 
 
 class LoKrConv2d(LoKrLayer):
@@ -144,6 +161,8 @@ class LoKrConv2d(LoKrLayer):
         rank_dropout: as in `LoKrLinear`.
         rank_dropout_scale: as in `LoKrLinear`.
         module_dropout: as in `LoKrLinear`.
+        weight_decompose: as in `LoKrLinear`.
+        wd_on_out: as in `LoKrLinear`.
         stride: as in `torch.nn.Conv2d`.
         padding: as in `torch.nn.Conv2d`.
         dilation: as in `torch.nn.Conv2d`.
@@ -185,6 +204,8 @@ class LoKrConv2d(LoKrLayer):
         rank_dropout: float = 0.0,
         rank_dropout_scale: bool = False,
         module_dropout: float = 0.0,
+        weight_decompose: bool = False,
+        wd_on_out: bool = True,
         stride: int | tuple[int, int] = 1,
         padding: int | tuple[int, int] | str = 0,
         dilation: int | tuple[int, int] = 1,
@@ -196,7 +217,7 @@ class LoKrConv2d(LoKrLayer):
         for name, size in (("in_channels", in_channels), ("out_channels", out_channels)):
             check_positive(name, size)
         rates = (dropout, rank_dropout, rank_dropout_scale, module_dropout)
-        options = LoKrOptions(rank, factor, decompose_both, alpha, *rates, use_tucker).checked()
+        options = LoKrOptions(rank, factor, decompose_both, alpha, *rates, use_tucker, weight_decompose, wd_on_out).checked()
         base = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, bias=bias, device=device, dtype=dtype)
         super().__init__(base, base.weight.shape, options, adapter_dtype)
 
@@ -208,7 +229,7 @@ class LoKrConv2d(LoKrLayer):
             layer: an `nn.Conv2d` of one group that pads with zeros.
             rank: as in the class.
             adapter_dtype: as in the class.
-            **options: factor, decompose_both, use_tucker, alpha and the dropout rates.
+            **options: factor, decompose_both, use_tucker, alpha, the dropout rates, weight_decompose and wd_on_out.
 
         Raises:
             TypeError: no `nn.Conv2d`, or an unknown option.
@@ -218,15 +239,21 @@ class LoKrConv2d(LoKrLayer):
             >>> LoKrConv2d.from_conv(torch.nn.Conv2d(16, 32, 3), rank=2)(torch.randn(2, 16, 8, 8)).shape
             torch.Size([2, 32, 6, 6])
         """
+        return cls.around(layer, LoKrOptions(rank, **options), adapter_dtype)
+
+    @classmethod
+    def _shape_of(cls, layer: Any) -> tuple[int, ...]:
         if not isinstance(layer, nn.Conv2d):
             raise type_error("layer", "an nn.Conv2d", type_name(layer))
         if layer.groups != 1:
             raise value_error("layer", "a convolution of one group", f"groups={layer.groups}")
         if layer.padding_mode != "zeros":
             raise value_error("layer", "padding_mode 'zeros'", repr(layer.padding_mode))
-        made = cls.__new__(cls)
-        LoKrLayer.__init__(made, layer, layer.weight.shape, LoKrOptions(rank, **options), adapter_dtype)
-        return made.train(layer.training)
+        return tuple(layer.weight.shape)
+
+    kernel_size = _of_base("kernel_size")
+    in_channels, out_channels, groups = _of_base("in_channels"), _of_base("out_channels"), _of_base("groups")
+    stride, padding, dilation, padding_mode = (_of_base(name) for name in ("stride", "padding", "dilation", "padding_mode"))
 
     def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
         window = Window.of(self.base_layer)

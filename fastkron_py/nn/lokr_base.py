@@ -8,10 +8,12 @@ from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastkron_py.adapters.api import result_dtype
 from fastkron_py.adapters.conv import Kernel
 from fastkron_py.adapters.factor import Factor
+from fastkron_py.adapters.norms import magnitude_ratio
 from fastkron_py.adapters.plan import split_size
 from fastkron_py.nn.arguments import check_flag, check_positive, check_probability
 from fastkron_py.nn.modules import Configured, is_materialized
@@ -20,8 +22,9 @@ from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.torch_internals import is_watching
 
-NAMES: Final = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
+NAMES: Final = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2", "dora_scale")
 _STYLES: Final = ("lycoris", "peft")
+_TO_MERGE: Final = "to add the adapter to"
 
 
 class LoKrOptions(NamedTuple):
@@ -36,6 +39,9 @@ class LoKrOptions(NamedTuple):
     rank_dropout_scale: bool = False
     module_dropout: float = 0.0
     use_tucker: bool = False
+    weight_decompose: bool = False
+    wd_on_out: bool = True
+    terms: int = 1
 
     def checked(self) -> LoKrOptions:
         """The options themselves.
@@ -44,10 +50,11 @@ class LoKrOptions(NamedTuple):
             TypeError: an option of the wrong type.
             ValueError: an option outside its range.
         """
-        check_positive("rank", self.rank)
+        for name in ("rank", "terms"):
+            check_positive(name, getattr(self, name))
         if check_integer("factor", self.factor) < 1 and self.factor != -1:
             raise value_error("factor", "-1 or at least 1", self.factor)
-        for name in ("decompose_both", "rank_dropout_scale", "use_tucker"):
+        for name in ("decompose_both", "rank_dropout_scale", "use_tucker", "weight_decompose", "wd_on_out"):
             check_flag(name, getattr(self, name))
         if isinstance(self.alpha, Tensor | complex):
             raise type_error("alpha", "a number or None", type_name(self.alpha))
@@ -55,6 +62,10 @@ class LoKrOptions(NamedTuple):
             check_scalar("alpha", self.alpha)
         for name in ("dropout", "rank_dropout", "module_dropout"):
             check_probability(name, getattr(self, name))
+        if self.weight_decompose:
+            for name, alone in (("dropout", 0), ("rank_dropout", 0), ("terms", 1)):
+                if getattr(self, name) != alone:
+                    raise value_error(name, f"{alone} beside weight_decompose, whose norms are of the whole weight", getattr(self, name))
         return self
 
 
@@ -68,11 +79,21 @@ class LoKrLayer(Configured):
     lokr_w2_a: nn.Parameter | None
     lokr_w2_b: nn.Parameter | None
     lokr_t2: nn.Parameter | None
+    dora_scale: nn.Parameter | None
     alpha: Tensor
     merged_w1: Tensor
     merged_w2: Tensor
+    merged_ratio: Tensor
 
-    def __init__(self, base_layer: nn.Module, shape: Sequence[int], options: LoKrOptions, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        shape: Sequence[int],
+        options: LoKrOptions,
+        dtype: torch.dtype | None,
+        sizes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """Args: sizes: of the adapter's parameters, where they are those of a file; None follows LyCORIS's rules."""
         super().__init__()
         self.base_layer = base_layer.requires_grad_(False)
         self.options, self._shape = options.checked(), tuple(shape)
@@ -80,7 +101,11 @@ class LoKrLayer(Configured):
         if dtype is None:
             of_base = getattr(getattr(base_layer, "weight", None), "dtype", None)
             dtype = of_base if of_base in DTYPES and of_base not in HALF_DTYPES else torch.float32
-        made = _sizes(self._shape, self.options)
+        if len(self._shape) > 2 and options.terms > 1:
+            raise value_error("terms", "1 of a convolution", options.terms)
+        if options.weight_decompose:
+            self._float_weight("whose norms weight_decompose takes")
+        made = parameter_sizes(self._shape, self.options) if sizes is None else sizes
         for name in NAMES:
             parameter = nn.Parameter(torch.empty(made[name], dtype=dtype, device=device)) if name in made else None
             self.register_parameter(name, parameter)
@@ -90,8 +115,24 @@ class LoKrLayer(Configured):
         self._read_alpha()  # as rounded
         self.reset_parameters()
 
+    @classmethod
+    def around(
+        cls, layer: Any, options: LoKrOptions, dtype: torch.dtype | None, sizes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> Self:
+        """An adapted layer around a layer, which is frozen and not copied; arguments are those of the constructor."""
+        made = cls.__new__(cls)
+        LoKrLayer.__init__(made, layer, cls._shape_of(layer), options, dtype, sizes)
+        return made.train(layer.training)
+
+    @classmethod
+    def _shape_of(cls, layer: Any) -> tuple[int, ...]:
+        """The sizes of the weight of a layer that can have the adapter; an error for another one."""
+        raise NotImplementedError
+
     def reset_parameters(self) -> None:
         """Draw the adapter's parameters anew, as LyCORIS does: the second factor's product is 0, and so is the adapter.
+
+        Magnitudes are the norms of the base layer's weight.
 
         Raises:
             ValueError: the layer is merged.
@@ -104,8 +145,13 @@ class LoKrLayer(Configured):
                 continue
             if name == last:
                 nn.init.zeros_(parameter)
+            elif name == "dora_scale":
+                weight = self._float_weight("whose norms weight_decompose takes")
+                norms = (weight if self.options.wd_on_out else weight.transpose(0, 1)).detach().to(parameter.dtype).flatten(1).norm(dim=1)
+                parameter.data.copy_(norms.view_as(parameter))
             else:
-                nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+                for term in parameter if self.options.terms > 1 else [parameter]:
+                    nn.init.kaiming_uniform_(term, a=math.sqrt(5))
 
     # ---- the adapter's weight --------------------------------------------------------------------
 
@@ -125,7 +171,7 @@ class LoKrLayer(Configured):
             self._scale, self._read = float(alpha) / self.options.rank, (alpha, now)
 
     def first_factor(self) -> Factor:
-        """The first factor, ``[out1, in1]`` or a pair."""
+        """The first factor, ``[out1, in1]`` or a pair, with the terms before them if there are several."""
         if self.lokr_w1 is not None:
             return Factor(self.lokr_w1)
         return Factor(self.lokr_w1_a, self.lokr_w1_b)  # type: ignore[arg-type]
@@ -144,11 +190,11 @@ class LoKrLayer(Configured):
     def weight(self) -> Any:
         """The base layer's weight plus the adapter's, built at each reading; one that is merged or quantised as the base layer has it."""
         weight: Any = self.base_layer.weight
-        if self.is_merged or getattr(weight, "dtype", None) not in DTYPES:
+        if self.is_merged or getattr(weight, "dtype", None) not in DTYPES or is_traceable_wrapper_subclass(weight):
             return weight
         w1, w2 = self._scaled_factors()
-        product = w1.view(w1.shape[0], 1, w1.shape[1], *[1] * (w2.ndim - 1)) * w2.unsqueeze(1)
-        return (weight + product.reshape(self._shape)).to(weight.dtype)
+        total = weight + sum([_kron(a, b) for a, b in self._terms(w1, w2)])
+        return (total if self.dora_scale is None else total * self._per_weight(self._ratio(w1, w2))).to(weight.dtype)
 
     @property
     def bias(self) -> Tensor | None:
@@ -166,6 +212,27 @@ class LoKrLayer(Configured):
         wide = torch.promote_types(w1.dtype, torch.float32)
         return w1.to(wide) * self.scale, w2.to(wide, copy=True)
 
+    def _terms(self, w1: Tensor, w2: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The factors of each term."""
+        return list(zip(w1, w2, strict=True)) if self.options.terms > 1 else [(w1, w2)]
+
+    def _ratio(self, w1: Tensor, w2: Tensor) -> Tensor:
+        """What the decomposed weight's outputs or inputs are multiplied by."""
+        magnitudes: Any = self.dora_scale
+        weight = self._float_weight("whose norms weight_decompose takes")
+        return magnitude_ratio(weight, magnitudes.to(w1.dtype), w1, w2, by_row=self.options.wd_on_out)
+
+    def _per_weight(self, ratio: Tensor) -> Tensor:
+        """A number for each output or input, as it multiplies a weight."""
+        return ratio.view(-1, *[1] * (len(self._shape) - (1 if self.options.wd_on_out else 2)))
+
+    def _float_weight(self, purpose: str) -> nn.Parameter:
+        weight: Any = getattr(self.base_layer, "weight", None)
+        if type(weight) is not nn.Parameter or weight.dtype not in DTYPES:
+            got = f"{type_name(weight)} of {getattr(weight, 'dtype', None)}"
+            raise type_error("base_layer.weight", f"a floating-point parameter, {purpose} (dequantize the layer first)", got)
+        return weight
+
     @torch.no_grad()
     def merge(self) -> None:
         """Add the adapter to the base layer's weight, in place; without effect on a merged layer.
@@ -175,10 +242,19 @@ class LoKrLayer(Configured):
 
         Raises:
             TypeError: the base layer's weight is quantised, or no parameter (a parametrization computes it, say).
+            ValueError: a magnitude of a decomposed weight is 0.
         """
         if not self.is_merged:
+            weight = self._float_weight(_TO_MERGE)
             w1, w2 = self._scaled_factors()
-            self._add_to_weight(w1, w2, 1.0)
+            if self.dora_scale is None:
+                self._add_to_weight(w1, w2, 1.0)
+            else:
+                ratio = self._ratio(w1, w2)
+                if not ratio.all():
+                    raise value_error("dora_scale", "no magnitude of 0, which cannot be unmerged", f"{int((ratio == 0).sum())} of them")
+                weight.data.copy_(self.weight)
+                self.register_buffer("merged_ratio", ratio)
             self.register_buffer("merged_w1", w1)
             self.register_buffer("merged_w2", w2)
 
@@ -192,19 +268,24 @@ class LoKrLayer(Configured):
             TypeError: as in `merge`.
         """
         if self.is_merged:
-            self._add_to_weight(self.merged_w1, self.merged_w2, -1.0)
+            weight = self._float_weight(_TO_MERGE)
+            if "merged_ratio" in self._buffers:
+                weight.data.copy_(weight / self._per_weight(self.merged_ratio) - _kron(self.merged_w1, self.merged_w2))
+                del self.merged_ratio
+            else:
+                self._add_to_weight(self.merged_w1, self.merged_w2, -1.0)
             del self.merged_w1, self.merged_w2
 
     def _add_to_weight(self, w1: Tensor, w2: Tensor, sign: float) -> None:
-        weight: Any = getattr(self.base_layer, "weight", None)
-        if type(weight) is not nn.Parameter or weight.dtype not in DTYPES:
-            got = f"{type_name(weight)} of {getattr(weight, 'dtype', None)}"
-            raise type_error("base_layer.weight", "a floating-point parameter, to add the adapter to", got)
-        slices = weight.data.unflatten(1, (w1.shape[1], w2.shape[1])).unflatten(0, (w1.shape[0], w2.shape[0]))
+        weight = self._float_weight(_TO_MERGE)
         wide = torch.promote_types(weight.dtype, w1.dtype)
-        rows = w1.to(wide).view(*w1.shape, *[1] * (w2.ndim - 1))  # [out1, in1, 1, ...]
-        for part, row in zip(slices, rows, strict=True):  # [out2, in1, in2, ...]: no second tensor of the weight's size
-            part.copy_(part.to(wide).addcmul_(row, w2.to(wide).unsqueeze(1), value=sign))
+        sizes = (w1.shape[-2], w2.shape[1 if self.options.terms > 1 else 0]), (w1.shape[-1], w2.shape[2 if self.options.terms > 1 else 1])
+        slices = weight.data.unflatten(1, sizes[1]).unflatten(0, sizes[0])
+        for i, part in enumerate(slices):  # [out2, in1, in2, ...]: no second tensor of the weight's size
+            total = part.to(wide)
+            for a, b in self._terms(w1.to(wide), w2.to(wide)):
+                total.addcmul_(a[i].view(-1, *[1] * (b.ndim - 1)), b.unsqueeze(1), value=sign)
+            part.copy_(total)
 
     def _check_unmerged(self) -> None:
         if self.is_merged:
@@ -222,14 +303,37 @@ class LoKrLayer(Configured):
 
     def forward(self, x: Tensor) -> Tensor:
         """The base layer's result plus the adapter's."""
-        base: Tensor = self.base_layer(x)
         o = self.options
-        if self.is_merged or (self.training and o.module_dropout > 0 and bool(torch.rand(1) < o.module_dropout)):
+        is_left_out = self.training and o.module_dropout > 0 and bool(torch.rand(1) < o.module_dropout)
+        if o.weight_decompose and not (self.is_merged or is_left_out):
+            return self._decomposed(x)
+        base: Tensor = self.base_layer(x)
+        if self.is_merged or is_left_out:
             return base
         if not (self.training and (o.dropout or o.rank_dropout)):
-            fits = base.dtype == x.dtype or base.dtype == result_dtype(x)  # else a quantised layer's, added as torch adds
-            return self._adapted(x, base) if fits else base + self._adapted(x, None)
+            return self._added(x, base)
         return base + nn.functional.dropout(self._adapted(x, None) * self._kept_rows(base), o.dropout)
+
+    def _added(self, x: Tensor, base: Tensor) -> Tensor:
+        fits = base.dtype == x.dtype or base.dtype == result_dtype(x)  # else a quantised layer's, added as torch adds
+        return self._adapted(x, base) if fits else base + self._adapted(x, None)
+
+    def _decomposed(self, x: Tensor) -> Tensor:
+        """The result of a weight ``(W0 + K) * ratio``: by inputs x is scaled first, by outputs the result without the bias is."""
+        ratio = self._ratio(*self._scaled_factors())
+        if not self.options.wd_on_out:
+            x = x * self._per_channel(ratio).to(x.dtype)
+            return self._added(x, self.base_layer(x))
+        base: Tensor = self.base_layer(x)
+        ratio = self._per_channel(ratio).to(base.dtype)
+        if self.bias is None:
+            return self._added(x, base) * ratio
+        bias = self._per_channel(self.bias).to(base.dtype)
+        return torch.addcmul(bias, self._added(x, base - bias), ratio)
+
+    def _per_channel(self, t: Tensor) -> Tensor:
+        """A number for each output or input, as it multiplies a result or x."""
+        return t.view(-1, *[1] * (len(self._shape) - 2))
 
     def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
         """The adapter's result, added to base if there is one."""
@@ -243,7 +347,7 @@ class LoKrLayer(Configured):
         kept = (torch.rand(self._shape[0], device=base.device) > o.rank_dropout).to(base.dtype)
         if o.rank_dropout_scale:
             kept = kept / kept.mean().clamp_min(1 / kept.numel())  # of none that is kept, 0
-        return kept.view(-1, *[1] * (len(self._shape) - 2))
+        return self._per_channel(kept)
 
     # ---- states ----------------------------------------------------------------------------------
 
@@ -271,9 +375,12 @@ class LoKrLayer(Configured):
 
         Raises:
             TypeError: a style that is no string.
-            ValueError: an unknown style.
+            ValueError: an unknown style, or one without a form for a sum of terms or for weight_decompose.
         """
         check_choice("style", style, _STYLES)
+        if self.options.terms > 1 or (style == "peft" and self.options.weight_decompose):
+            what = "a sum of terms" if self.options.terms > 1 else "weight_decompose"
+            raise value_error("style", f"a library that has a form for {what}, or state_dict() for this one", repr(style))
         state = {name: getattr(self, name).detach() for name in NAMES if getattr(self, name) is not None}
         if style == "lycoris":
             state["alpha"] = self.alpha.detach().clone()
@@ -297,19 +404,21 @@ class LoKrLayer(Configured):
             raise type_error("state", "a mapping of names to tensors", type_name(state))
         self._check_unmerged()
         given: dict[str, Tensor] = {}
-        layers = sorted({_split(key)[0] for key in state})
+        layers = sorted({split_name(key)[0] for key in state})
         if len(layers) > 1:
             got = f"names of {len(layers)} layers, {layers[0]!r} and {layers[1]!r} among them"
-            raise value_error("state", "the part of a file that is one layer's", got)
+            raise value_error("state", "the part of a file that is one layer's (load_lokr reads all of it)", got)
+        keys: dict[str, str] = {}
         for key, tensor in state.items():
-            name = _split(key)[1]
+            name = split_name(key)[1]
             if name in given:
-                raise value_error("state", "one adapter", f"{name} twice")
-            given[name] = tensor
+                raise value_error("state", f"one adapter: pass the keys of one, as of {keys[name]!r}", f"{name} twice, also as {key!r}")
+            given[name], keys[name] = tensor, key
         alpha = given.pop("alpha", None)
         own = {name: getattr(self, name) for name in NAMES if getattr(self, name) is not None}
         if set(given) != set(own):
-            raise value_error("state", ", ".join(own), ", ".join(sorted(given)) or "none")
+            expected = f"{', '.join(own)}, as rank={self.options.rank} and the layer's options make them (load_lokr makes layers of a file)"
+            raise value_error("state", expected, ", ".join(sorted(given)) or "none")
         for name, parameter in own.items():
             if given[name].shape != parameter.shape:
                 raise value_error(f"state[{name!r}]", f"shape {tuple(parameter.shape)}", f"shape {tuple(given[name].shape)}")
@@ -327,18 +436,27 @@ class LoKrLayer(Configured):
     def extra_repr(self) -> str:
         """The text of ``print(layer)``."""
         o = self.options
-        rates = [f"{name}={getattr(o, name)}" for name in ("dropout", "rank_dropout", "module_dropout") if getattr(o, name)]
+        rates = [
+            f"{name}={getattr(o, name)}" for name in ("dropout", "rank_dropout", "module_dropout", "weight_decompose") if getattr(o, name)
+        ]
+        rates += [f"terms={o.terms}"] if o.terms > 1 else []
         return ", ".join([f"rank={o.rank}, factor={o.factor}, scale={self.scale:g}", *rates])
 
 
-def _split(key: str) -> tuple[str, str]:
+def split_name(key: str) -> tuple[str, str]:
     """A layer's name in front of a name of a state, and that name; what PEFT puts behind it is left out."""
     parts = key.split(".")
     at = next((i for i, part in enumerate(parts) if part == "alpha" or part in NAMES), len(parts) - 1)
     return ".".join(parts[:at]), parts[at]
 
 
-def _sizes(shape: tuple[int, ...], o: LoKrOptions) -> dict[str, tuple[int, ...]]:
+def _kron(w1: Tensor, w2: Tensor) -> Tensor:
+    """``kron(w1, w2)`` of a matrix and a kernel, ``[out1 * out2, in1 * in2, *window]``."""
+    product = w1.view(w1.shape[0], 1, w1.shape[1], *[1] * (w2.ndim - 1)) * w2.unsqueeze(1)
+    return product.flatten(2, 3).flatten(0, 1)
+
+
+def parameter_sizes(shape: tuple[int, ...], o: LoKrOptions) -> dict[str, tuple[int, ...]]:
     """The adapter's parameters of a weight ``[out, in, *window]``, by LyCORIS's rules."""
     (out1, out2), (in1, in2) = (split_size(size, o.factor) for size in shape[:2])
     window = tuple(shape[2:])
@@ -352,4 +470,8 @@ def _sizes(shape: tuple[int, ...], o: LoKrOptions) -> dict[str, tuple[int, ...]]
         made |= {"lokr_t2": (o.rank, o.rank, *window), "lokr_w2_a": (o.rank, out2), "lokr_w2_b": (o.rank, in2)}
     else:
         made |= {"lokr_w2_a": (out2, o.rank), "lokr_w2_b": (o.rank, in2 * math.prod(window))}
+    if o.terms > 1:
+        made = {name: (o.terms, *size) for name, size in made.items()}
+    if o.weight_decompose:
+        made["dora_scale"] = tuple([size if i == (not o.wd_on_out) else 1 for i, size in enumerate(shape)])
     return made

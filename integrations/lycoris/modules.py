@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastkron_py.adapters.conv import Kernel, Window
 from fastkron_py.adapters.factor import Factor
-from fastkron_py.adapters.norms import adapted_norms
+from fastkron_py.adapters.norms import magnitude_ratio
 from fastkron_py.integrations.lokr import Adapter, kept_rows
 from fastkron_py.integrations.replacement import Replacement
 
@@ -45,7 +45,7 @@ class FastLoKr(Replacement):
         if rows is None:
             return adapter.added(x, base)
         product = adapter.product(x)
-        return base + product * adapter.per_output(rows).to(product.dtype)
+        return base + product * adapter.per_channel(rows).to(product.dtype)
 
 
 def obstacle(module: Any) -> str | None:
@@ -56,8 +56,6 @@ def obstacle(module: Any) -> str | None:
         return "its weight is decomposed, and the layer's of 8 bits"
     if not module.wd or module.bypass_mode:
         return None
-    if not module.wd_on_out and module.module_type != "linear":
-        return "the weight of its convolution is decomposed by inputs"
     if not module.wd_on_out and module.rank_dropout:
         return "its weight is decomposed by inputs, with rank dropout"
     return None
@@ -90,19 +88,18 @@ def _decomposed(module: Any, adapter: Adapter, x: Tensor, base: Tensor, rows: Te
     by columns x is scaled, and W0 multiplies once more.
     """
     weight = module._current_weight().to(x.device)
-    magnitudes = module.dora_scale.to(x.device).flatten()
+    magnitudes = module.dora_scale.to(x.device)
     w1, w2 = adapter.w1.expanded().left, adapter.w2.expanded()
     dtype = magnitudes.dtype
     scaled = (w1 * adapter.scale).to(dtype)
     mask = None if rows is None else rows.to(dtype)
-    norms = adapted_norms(weight.flatten(1), scaled, w2.flatten(1).to(dtype), by_row=module.wd_on_out, row_mask=mask)
-    ratio = magnitudes / (norms + torch.finfo(dtype).eps)
+    ratio = magnitude_ratio(weight, magnitudes, scaled, w2.to(dtype), by_row=module.wd_on_out, row_mask=mask)
     if module.multiplier != 1:
         ratio = module.multiplier * (ratio - 1) + 1
     if not module.wd_on_out:
-        added = module.op(x * (ratio - 1).to(x.dtype), weight)
-        return adapter.added(x * ratio.to(x.dtype), base + added)
-    change, factor = ((adapter.per_output(r)).to(base.dtype) for r in (ratio - 1, ratio if mask is None else ratio * mask))
+        change, factor = (adapter.per_channel(r).to(x.dtype) for r in (ratio - 1, ratio))
+        return adapter.added(x * factor, base + module.op(x * change, weight, None, **module.kw_dict))
+    change, factor = (adapter.per_channel(r).to(base.dtype) for r in (ratio - 1, ratio if mask is None else ratio * mask))
     return torch.addcmul(base, _of_weight(module, x, base, weight), change) + factor * adapter.product(x)
 
 

@@ -51,7 +51,7 @@ def _added(layer: Any, name: str, x: Tensor, result: Tensor, overwrites: bool) -
         return adapter.added(x, result, overwrites)
     product = adapter.product(x)
     rows = kept_rows(layer.get_base_layer().weight.shape[0], rate, layer.rank_dropout_scale[name], torch.float32, x.device)
-    return result + product * adapter.per_output(rows).to(product.dtype)
+    return result + product * adapter.per_channel(rows).to(product.dtype)
 
 
 def obstacle(layer: Any, name: str) -> str | None:

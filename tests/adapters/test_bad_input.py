@@ -32,13 +32,19 @@ REFUSED: dict[str, Refusal] = {
         lambda: lokr_linear(X.numpy(), W1, W2.numpy()), "w1: expected a NumPy array, like x; got torch.Tensor"
     ),
     "w1_of_three": wrong_type(lambda: lokr_linear(X, (W1, W1, W1), W2), f"w1: expected {PAIR}; got 3 of them"),
-    "w1_a_batch": value(lambda: lokr_linear(X, torch.ones(1, 2, 3), W2), "w1: expected a matrix; got shape (1, 2, 3)"),
+    "w1_a_batch": value(
+        lambda: lokr_linear(X, torch.ones(1, 2, 3), W2),
+        "w1 and w2: expected two matrices, or as many terms [terms, out, in] of each; got shapes (1, 2, 3) and (5, 2)",
+    ),
     "w1_sparse": wrong_type(lambda: lokr_linear(X, W1.to_sparse(), W2), "w1: expected a dense (strided) tensor; got torch.sparse_coo"),
     "w2_does_not_chain": value(
         lambda: lokr_linear(X, W1, (LOW[0], torch.ones(2, 2))),
         "w2: expected a pair [out, rank] and [rank, in] of one rank; got shapes (5, 1) and (2, 2)",
     ),
-    "w2_of_a_vector": value(lambda: lokr_linear(X, W1, (LOW[0], torch.ones(2))), "w2[1]: expected a matrix; got shape (2,)"),
+    "w2_of_a_vector": value(
+        lambda: lokr_linear(X, W1, (LOW[0], torch.ones(2))),
+        "w2[1]: expected a matrix [out, in], or terms of a sum [terms, out, in]; got shape (2,)",
+    ),
     "w2_wider": wrong_type(lambda: lokr_linear(X, W1, W2.double()), "w2: expected x's dtype torch.float32; got torch.float64"),
     "w2_narrower": wrong_type(lambda: lokr_linear(X, W1, W2.half()), "w2: expected x's dtype torch.float32; got torch.float16"),
     "w2_float64_beside_half": wrong_type(

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
+from benchmarks.adapters import batched
 from benchmarks.adapters.lokr import ANY_RESULT, case, check, check_gradients, contenders, inputs
 
 
@@ -31,3 +32,15 @@ def test_a_wrong_gradient_is_seen(device: torch.device) -> None:
     for i in range(len(right)):
         wrong = [g.roll(1, 0) if i == j else g for j, g in enumerate(right)]
         assert check_gradients(given, wrong) > 0.1
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_contenders_with_many_adapters(gradients: bool, device: torch.device) -> None:
+    for rank, dtype in itertools.product((None, 2), ("float32", "bfloat16")):
+        row = batched.case(3, rank, gradients, tokens=130, size=128, dtype=dtype)
+        given = batched.inputs(row.parameters, device)
+        for contender in batched.contenders(gradients)[:2]:
+            found = contender.prepare(given)()
+            assert batched.check(given, found) <= row.tolerance
+            moved = tuple(t.roll(1, 0) for t in found) if gradients else found.roll(1, 0)
+            assert batched.check(given, moved) > 0.1  # the control

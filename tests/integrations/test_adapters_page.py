@@ -11,6 +11,7 @@ from pages import text
 pytest.importorskip("lycoris", reason="the extra lycoris is not installed")
 pytest.importorskip("peft", reason="the extra peft is not installed")
 
+from fastkron_py import lokr_linear
 from fastkron_py.integrations.lycoris.modules import FastLoKr as FastLycoris
 from fastkron_py.integrations.peft.layers import FastLoKr as FastPeft
 from fastkron_py.testing import assert_close
@@ -42,3 +43,11 @@ def test_the_function_and_the_layer() -> None:
     want = x.double() @ weight.double().T + 0.5 * x.double() @ torch.kron(w1.double(), w2[0].double() @ w2[1].double()).T
     assert_close(y, want)
     assert found["layer"].lokr_w2_b.grad.count_nonzero()
+    terms = [torch.kron(a, b) for a, b in zip(*(t.double() for t in found["sums"]), strict=True)]
+    assert_close(lokr_linear(x, *found["sums"]), x.double() @ sum(terms).mT)  # type: ignore[union-attr]
+
+
+def test_files() -> None:
+    found = run(5)
+    assert sorted(found["state"])[0] == "lora_unet_attn_q_proj.alpha"
+    assert type(found["other"].attn.q_proj) is found["LoKrLinear"]

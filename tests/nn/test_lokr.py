@@ -177,6 +177,80 @@ def test_compiled_layers_see_that_they_were_merged() -> None:
         assert_close(call(x), want, steps=8)
 
 
+# ---- sums and decomposed weights ------------------------------------------------------------------
+
+OTHERS: dict[str, Callable[..., Layer]] = {
+    "terms": lambda **kw: LoKrLinear(24, 30, 2, terms=3, **kw),
+    "terms_both": lambda **kw: LoKrLinear(64, 64, 2, decompose_both=True, terms=2, **kw),
+    "linear_outputs": lambda **kw: LoKrLinear(24, 30, 2, weight_decompose=True, **kw),
+    "linear_outputs_alone": lambda **kw: LoKrLinear(24, 30, 2, weight_decompose=True, bias=False, **kw),
+    "linear_inputs": lambda **kw: LoKrLinear(24, 30, 2, weight_decompose=True, wd_on_out=False, **kw),
+    "conv_outputs": lambda **kw: LoKrConv2d(24, 30, 3, 2, padding=1, weight_decompose=True, **kw),
+    "conv_inputs": lambda **kw: LoKrConv2d(24, 30, (3, 2), 2, use_tucker=True, padding=1, weight_decompose=True, wd_on_out=False, **kw),
+}
+
+
+def other(name: str, **options: Any) -> tuple[Layer, nn.Module]:
+    """A layer whose adapter is not 0, and its base layer with the weight that it stands for, in float64."""
+    layer = OTHERS[name](alpha=3.0, **options)
+    for n, p in layer.named_parameters():
+        nn.init.normal_(p, std=0.3) if n != "dora_scale" else p.data.mul_(1 + torch.rand_like(p))
+    base: Any = copy.deepcopy(layer.base_layer).double()
+    w1, w2 = layer.first_factor().expanded().left.double(), layer.second_factor().expanded().double()
+    for a, b in zip(w1, w2, strict=True) if w1.ndim == 3 else [(w1, w2)]:
+        base.weight.data += (layer.scale * torch.einsum("ac,bd...->abcd...", a, b)).detach().reshape(base.weight.shape)
+    if layer.dora_scale is not None:
+        rows = base.weight.data.movedim(0 if layer.options.wd_on_out else 1, 0)  # a view
+        rows.mul_((layer.dora_scale.double().flatten() / rows.flatten(1).norm(dim=1)).detach().view(-1, *[1] * (rows.ndim - 1)))
+    return layer, base
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_values_of_sums_and_decomposed_weights(name: str) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        layer, dense = other(name, dtype=dtype)
+        x = operand(layer, dtype)
+        want = dense(x.double()).detach()
+        for got in (layer(x), torch.no_grad()(layer)(x)):
+            assert_close(got.detach(), want, steps=24)
+        assert_close(layer.weight.detach(), dense.weight.detach(), steps=8)  # type: ignore[arg-type, union-attr]
+        layer.merge()
+        assert_close(layer(x).detach(), want, steps=24)
+        layer.unmerge()
+        assert_close(layer(x).detach(), want, steps=64)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_new_sum_or_decomposed_weight_is_the_base_layers_and_learns(name: str) -> None:
+    layer = OTHERS[name](dtype=torch.float64)
+    x = operand(layer)
+    torch.testing.assert_close(layer(x), layer.base_layer(x))
+    layer, _ = other(name, dtype=torch.float64)
+    own = {n: p for n, p in layer.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(layer(x).square().sum(), list(own.values()))
+    convolve = isinstance(layer, LoKrConv2d)
+    y = nn.functional.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding) if convolve else x @ layer.weight.mT
+    y = y if convolve or layer.bias is None else y + layer.bias
+    expected = torch.autograd.grad(y.square().sum(), list(own.values()))
+    for n, got, want in zip(own, found, expected, strict=True):
+        assert_close(got, want, steps=256, name=n)
+    torch._dynamo.reset()  # its limit of recompilations is for all cases together
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert all([p.grad is not None for p in own.values()])
+
+
+def test_the_base_layers_attributes() -> None:
+    layer = LoKrConv2d(24, 30, (3, 2), 2, padding=1, stride=2)
+    for name in ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"):
+        assert getattr(layer, name) == getattr(layer.base_layer, name)
+
+
+def with_a_magnitude_of_0() -> LoKrLinear:
+    layer = LoKrLinear(4, 4, 2, weight_decompose=True)
+    layer.dora_scale.data[1] = 0  # type: ignore[union-attr]
+    return layer
+
+
 # ---- quantised base layers ------------------------------------------------------------------------
 
 
@@ -353,7 +427,8 @@ REFUSED: dict[str, Refusal] = {
     "lazy_layer": value(lambda: LoKrLinear.from_linear(nn.LazyLinear(3), 1), "layer.in_features: expected a positive integer; got 0"),
     "state_of_layers": value(
         lambda: LoKrLinear(4, 4, 2).load_adapter_state_dict({f"lycoris_{n}.lokr_w1": torch.ones(2, 2) for n in "qkvo"}),
-        "state: expected the part of a file that is one layer's; got names of 4 layers, 'lycoris_k' and 'lycoris_o' among them",
+        "state: expected the part of a file that is one layer's (load_lokr reads all of it); "
+        "got names of 4 layers, 'lycoris_k' and 'lycoris_o' among them",
     ),
     "state_while_merged": value(
         lambda: merged().load_adapter_state_dict(merged().adapter_state_dict()), "is_merged: expected False: call unmerge() first; got True"
@@ -369,14 +444,31 @@ REFUSED: dict[str, Refusal] = {
         lambda: LoKrConv2d.from_conv(nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), 1),
         "layer: expected padding_mode 'zeros'; got 'circular'",
     ),
+    "terms": value(lambda: LoKrLinear(3, 3, 1, terms=0), "terms: expected a positive integer; got 0"),
+    "terms_of_a_convolution": value(
+        lambda: LoKrConv2d.from_conv(nn.Conv2d(4, 4, 1), 1, terms=2), "terms: expected 1 of a convolution; got 2"
+    ),
+    "dropout_of_a_decomposed_weight": value(
+        lambda: LoKrLinear(3, 3, 1, weight_decompose=True, dropout=0.1),
+        "dropout: expected 0 beside weight_decompose, whose norms are of the whole weight; got 0.1",
+    ),
+    "quantised_weight_decompose": wrong_type(
+        lambda: LoKrLinear.from_linear(Quantised("int8"), 2, weight_decompose=True),
+        "base_layer.weight: expected a floating-point parameter, whose norms weight_decompose takes (dequantize the layer first); "
+        "got torch.nn.parameter.Parameter of torch.int8",
+    ),
+    "merging_a_magnitude_of_0": value(
+        lambda: with_a_magnitude_of_0().merge(), "dora_scale: expected no magnitude of 0, which cannot be unmerged; got 1 of them"
+    ),
     "style": value(lambda: LoKrLinear(3, 3, 1).adapter_state_dict("kohya"), "style: expected one of lycoris, peft; got 'kohya'"),
     "state": value(
         lambda: LoKrLinear(24, 30, 2).load_adapter_state_dict({"lokr_w1": torch.ones(5, 4)}),
-        "state: expected lokr_w1, lokr_w2_a, lokr_w2_b; got lokr_w1",
+        "state: expected lokr_w1, lokr_w2_a, lokr_w2_b, as rank=2 and the layer's options make them (load_lokr makes layers of a file); "
+        "got lokr_w1",
     ),
     "state_of_two": value(
         lambda: LoKrLinear(4, 4, 2).load_adapter_state_dict({"lokr_w1.a": torch.ones(2, 2), "lokr_w1.b": torch.ones(2, 2)}),
-        "state: expected one adapter; got lokr_w1 twice",
+        "state: expected one adapter: pass the keys of one, as of 'lokr_w1.a'; got lokr_w1 twice, also as 'lokr_w1.b'",
     ),
     "state_shape": value(
         lambda: LoKrLinear(4, 4, 2).load_adapter_state_dict({"lokr_w1": torch.ones(2, 3), "lokr_w2": torch.ones(2, 2)}),
