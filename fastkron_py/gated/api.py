@@ -44,8 +44,9 @@ def gated_linear(
             ``[hidden, in]``, which may lie anywhere in memory: a pair is not copied either.
         bias: ``[2 * hidden]`` for "interleaved", ``[2, hidden]`` for "stacked", in the order of the weight's rows; for a pair of
             weights a pair of ``[hidden]``.
-        activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"relu"``, ``"sigmoid"``, ``"identity"``, or one that was registered
-            (see docs/guides/gated_mlp.md).
+        activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"quick_gelu"``, ``"relu"``, ``"relu2"``, ``"sigmoid"``, ``"mish"``,
+            ``"identity"``, ``"clamped_swiglu"`` (of GPT-OSS; other constants, as in ``"clamped_swiglu(7, 1.702, 1)"``), or one that was
+            registered (see docs/guides/gated_mlp.md).
         layout: ``"interleaved"``, weight ``[2 * hidden, in]`` whose row 2 i projects up_i and row 2 i + 1 gate_i; or ``"stacked"``,
             weight ``[2, hidden, in]``, up then gate. Neither is packed anew. The shape alone does not tell an interleaved
             weight from two that were concatenated. A pair of weights has no layout.

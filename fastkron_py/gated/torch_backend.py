@@ -45,7 +45,7 @@ def pairs_of(
 def gate(pairs: Tensor, activation: str, layout: str) -> Tensor:
     """``up * act(gate)``, of pairs' dtype."""
     up, gated = split(pairs, layout)
-    return (wide(up) * find_activation(activation).host(wide(gated))).to(pairs.dtype)
+    return find_activation(activation).gate(wide(up), wide(gated)).to(pairs.dtype)
 
 
 Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -87,9 +87,8 @@ def pair_gradients(dy: Tensor, pairs: Tensor, activation: str, layout: str) -> T
     found = find_activation(activation)
     gradients = torch.empty_like(pairs, memory_format=torch.contiguous_format)
     for rows in row_slices(pairs, 2 * pairs.shape[1]):
-        up, gated = (wide(t) for t in split(pairs[rows], layout))
         of_up, of_gate = split(gradients[rows], layout)
-        wide_dy = wide(dy[rows])
-        of_up.copy_(wide_dy * found.host(gated))
-        of_gate.copy_(wide_dy * up * found.host_derivative(gated))
+        dup, dgate = found.gradients(wide(dy[rows]), *(wide(t) for t in split(pairs[rows], layout)))
+        of_up.copy_(dup)
+        of_gate.copy_(dgate)
     return gradients

@@ -20,6 +20,7 @@ PROBLEMS: dict[str, tuple[int, int, int, str, str, torch.dtype, str, bool]] = {
     "8B": (4096, 14336, 4096, "silu", "interleaved", torch.bfloat16, "highest", True),
     "8B stacked": (4096, 14336, 4096, "silu", "stacked", torch.bfloat16, "highest", True),
     "two launches": (512, 14336, 4096, "silu", "interleaved", torch.bfloat16, "highest", True),
+    "constants": (512, 2880, 2880, "clamped_swiglu", "stacked", torch.bfloat16, "highest", True),
     "one token": (1, 14336, 4096, "silu", "interleaved", torch.bfloat16, "highest", True),
     "TF32": (4096, 4096, 1024, "gelu_tanh", "interleaved", torch.float32, "high", True),
     "three passes": (4096, 1024, 512, "silu", "stacked", torch.float32, "highest", True),
