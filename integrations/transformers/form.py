@@ -35,7 +35,7 @@ class Form(NamedTuple):
         up: name of a projection.
         gate: name of a projection; up's if one weight holds both.
         down: name of a projection.
-        layout: of a weight that holds both: "up, gate", "gate, up" or "interleaved"; else "".
+        layout: of a weight that holds both: "up, gate" or "gate, up"; else "".
         activation: as in `gated_linear`.
         scale: a number.
         others: names of the module's other children, and the children.
@@ -194,12 +194,8 @@ def _roles(wide: list[str], up: Tensor, gate: Tensor) -> Iterator[tuple[tuple[st
         for names in (wide[::-1], wide):
             yield (names[0], names[1]), "", dict(zip(names, (up, gate), strict=True))
     else:
-        joined = {"gate, up": [gate, up], "up, gate": [up, gate]}
-        orders = {layout: torch.cat(halves, -1) for layout, halves in joined.items()} | {
-            "interleaved": torch.stack([up, gate], -1).flatten(-2)
-        }
-        for layout, numbers in orders.items():
-            yield (wide[0], wide[0]), layout, {wide[0]: numbers}
+        for layout, halves in (("gate, up", [gate, up]), ("up, gate", [up, gate])):
+            yield (wide[0], wide[0]), layout, {wide[0]: torch.cat(halves, -1)}
 
 
 def _activation(t: Tensor, up: Tensor, gate: Tensor) -> str | None:

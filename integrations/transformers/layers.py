@@ -52,10 +52,7 @@ def _operands(layout: str, up: Any, gate: Any) -> dict[str, Any]:
     """Weight, bias and layout, as of `gated_linear`, of two projections or of one that holds both: views."""
     if layout == "":
         return {"weight": (up.weight, gate.weight), "bias": None if up.bias is None else (up.bias, gate.bias)}
-    weight, bias = up.weight, up.bias
-    if layout == "interleaved":
-        return {"weight": weight, "bias": bias}
-    weight, bias = weight.unflatten(0, (2, -1)), None if bias is None else bias.unflatten(0, (2, -1))
+    weight, bias = up.weight.unflatten(0, (2, -1)), None if up.bias is None else up.bias.unflatten(0, (2, -1))
     if layout == "up, gate":
         return {"weight": weight, "bias": bias, "layout": "stacked"}
     return {"weight": weight.unbind()[::-1], "bias": None if bias is None else bias.unbind()[::-1]}

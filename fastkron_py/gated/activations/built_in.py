@@ -110,52 +110,6 @@ SILU: Final = Activation(
 )
 
 
-# ---- quick_gelu: ``x sigmoid(1.702 x)`` ------------------------------------------------------------
-
-_QUICK: Final = tl.constexpr(1.702)
-
-
-@triton.jit
-def _quick_gelu_value(x):
-    return x * sigmoid(x * _QUICK)
-
-
-@triton.jit
-def _quick_gelu_derivative(x):
-    return _silu_slope(x * _QUICK, sigmoid(x * _QUICK))
-
-
-@triton.jit
-def _quick_gelu_quick_value(x):
-    return x * quick_sigmoid(x * _QUICK)
-
-
-@triton.jit
-def _quick_gelu_quick_derivative(x):
-    return _silu_slope(x * _QUICK, quick_sigmoid(x * _QUICK))
-
-
-def _quick_gelu_host(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _quick_gelu_host_derivative(x: Tensor) -> Tensor:
-    return _silu_host_derivative(1.702 * x)
-
-
-QUICK_GELU: Final = Activation(
-    "quick_gelu",
-    _quick_gelu_host,
-    _quick_gelu_host_derivative,
-    _quick_gelu_value,
-    _quick_gelu_derivative,
-    _quick_gelu_quick_value,
-    _quick_gelu_quick_derivative,
-    formula="x sigmoid(1.702 x)",
-    allows_overlap=True,
-)
-
-
 # ---- gelu: by the error function, ``x (1 + erf(x / sqrt(2))) / 2`` ---------------------------------
 
 _ROOT_HALF: Final = tl.constexpr(math.sqrt(0.5))

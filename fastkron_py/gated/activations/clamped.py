@@ -1,7 +1,7 @@
 """SwiGLU with constants: clamps of both projections, a factor inside the sigmoid, a number added to up, a factor of the result.
 
 ``(clamp(up, -limit, limit) + offset) * scale * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``; GPT-OSS has limit 7, alpha 1.702,
-offset 1 and scale 1. The constants C of device functions are (limit, alpha, offset, scale).
+offset 1 and scale 1. quick_gelu has no limit. The constants C of device functions are (limit, alpha, offset, scale).
 """
 
 import math
@@ -61,7 +61,9 @@ def _up_derivative(x, C: tl.constexpr):
     return tl.where((x > C[0]) | (x < -C[0]), 0.0, 1.0)
 
 
-def clamped_swiglu(name: str, limit: float, alpha: float = 1.0, offset: float = 0.0, scale: float = 1.0) -> Activation:
+def clamped_swiglu(
+    name: str, limit: float, alpha: float = 1.0, offset: float = 0.0, scale: float = 1.0, *, formula: str = ""
+) -> Activation:
     """The activation with these constants."""
 
     def host(x: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ def clamped_swiglu(name: str, limit: float, alpha: float = 1.0, offset: float = 
         _derivative,
         _quick_value,
         _quick_derivative,
-        formula=f"min(x, {limit:g}) sigmoid({alpha:g} min(x, {limit:g}))",
+        formula=formula,
         up=Activation("up", host_up, host_up_derivative, _up_value, _up_derivative),
         constants=(float(limit), float(alpha), float(offset), float(scale)),
     )
@@ -108,4 +110,5 @@ def of_name(name: str) -> Activation:
     raise value_error("activation", "clamped_swiglu(limit, alpha, offset, scale), limit above 0, the others finite", repr(name))
 
 
-CLAMPED_SWIGLU: Final = clamped_swiglu("clamped_swiglu", 7.0, 1.702, 1.0)
+CLAMPED_SWIGLU: Final = clamped_swiglu("clamped_swiglu", 7.0, 1.702, 1.0, formula="min(x, 7) sigmoid(1.702 min(x, 7))")
+QUICK_GELU: Final = clamped_swiglu("quick_gelu", math.inf, 1.702, formula="x sigmoid(1.702 x)")
