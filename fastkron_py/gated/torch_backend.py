@@ -36,6 +36,8 @@ def pairs_of(
     x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None, multiply: Callable[..., Tensor] = torch.nn.functional.linear
 ) -> Tensor:
     """``[M, 2 H]``, both of every pair before the gate, by a function of x, weight and bias."""
+    if bias is not None and bias.ndim > 2:
+        return pairs_of(x, weight, gate, None, multiply) + bias.flatten(-2)
     if gate is None:
         return multiply(x, flat_weight(weight), None if bias is None else bias.flatten())
     up_bias, gate_bias = (None, None) if bias is None else bias.unbind()
@@ -52,7 +54,7 @@ Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Ten
 """x ``[..., K]``, weight, gate, bias, and, where there is a projection after the gate, its weight ``[O, H]`` and bias ``[O]``.
 
 A packed weight is ``[2 H, K]`` or ``[2, H, K]``, with a bias of its rows' shape and no gate. Else weight and gate are ``[H, K]`` each, with
-a bias ``[2, H]``."""
+a bias ``[2, H]``. Except for an interleaved weight, a bias may also be ``[..., 2, H]``, for each of x's rows."""
 
 
 def forward(tensors: Tensors, activation: str, layout: str) -> Tensor:
@@ -70,7 +72,8 @@ def layer_by_slices(x: Tensor, weight: Tensor, gate_weight: Tensor | None, bias:
     hidden = hidden_size(weight, gate_weight)
     y = x.new_empty(x.shape[0], hidden)
     for rows in row_slices(x, 2 * hidden, PRODUCT_ROWS):
-        y[rows] = gate(pairs_of(x[rows], weight, gate_weight, bias, linear), activation, layout)
+        part = bias[rows] if bias is not None and bias.ndim > 2 else bias
+        y[rows] = gate(pairs_of(x[rows], weight, gate_weight, part, linear), activation, layout)
     return y
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from fastkron_py.gated.api import BACKWARDS
 from fastkron_py.integrations.replacement import Applied, Patch
+from fastkron_py.integrations.transformers.adapters import base_of
 from fastkron_py.integrations.transformers.form import read_form
 from fastkron_py.integrations.transformers.layers import OPTIONS, GatedProjections, set_form
 from fastkron_py.nn.modules import is_hooked, is_plain_linear
@@ -82,14 +83,15 @@ def _obstacle(mlp: Any) -> str | None:
     form = read_form(mlp)
     if form is None or isinstance(form, str):
         return form
-    for name in dict.fromkeys((form.up, form.gate)):
-        reason = _projection_obstacle(name, getattr(mlp, name))
+    bases = {name: base_of(getattr(mlp, name)) or getattr(mlp, name) for name in (form.gate, form.up)}
+    for name, linear in bases.items():
+        reason = _projection_obstacle(name, linear)
         if reason is not None:
             return reason
     hooked = [name for name, child in form.others if is_hooked(child)]
     if hooked:
         return f"its {hooked[0]} has hooks"
-    return _pair_obstacle(form.gate, form.up, getattr(mlp, form.gate), getattr(mlp, form.up))
+    return _pair_obstacle(form.gate, form.up, bases[form.gate], bases[form.up])
 
 
 def _projection_obstacle(name: str, linear: Any) -> str | None:

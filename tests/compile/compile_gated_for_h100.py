@@ -82,6 +82,8 @@ def main() -> None:
         gated, bias = triton_gated.Gated(activation, layout, precision), torch.empty(weight.shape[:-1], dtype=dtype)
         run(forward, x, weight, None, None, gated=gated)
         run(forward, x, weight, None, bias, gated=gated, saving=True)
+        if name == "8B stacked":  # a bias for each row
+            run(forward, x, weight, None, torch.empty(rows, 2, hidden, dtype=dtype), gated=gated, saving=True)
         run(recomputed, dy, x, weight, None, None, gated=gated)
         run(recomputed, dy, x, weight, None, None, gated=gated, again=True)
         run(triton_gated.add_stored_gradients, dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated=gated, in_place=True, again=True)
