@@ -14,6 +14,7 @@ from benchmarks.gated.models import CONTENDERS, case, check, inputs
 import_torchvision()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("training", [False, True])
 def test_contenders(training: bool, device: torch.device) -> None:
     row = case("small", 16, "float32", training)
