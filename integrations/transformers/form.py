@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -157,7 +158,7 @@ def _run(module: nn.Module, x: Tensor, values: Mapping[str, Tensor]) -> _Run:
     twin.__dict__.update(module.__dict__, _modules={**module._modules, **stand_ins}, training=True)
     with torch.no_grad(), _Dropouts() as dropouts:
         try:
-            result = kind.forward(twin, x)
+            result = kind.forward(twin, x.clone())
         except Exception as error:
             result = f"{type(error).__name__}: {error}"
     return _Run({name: stand_in.inputs for name, stand_in in stand_ins.items()}, result, dropouts.seen)
@@ -166,7 +167,9 @@ def _run(module: nn.Module, x: Tensor, values: Mapping[str, Tensor]) -> _Run:
 # ---- numbers ---------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=8)  # layers of a model have the same sizes
 def _numbers(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Random, for reading alone."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return 4 * torch.randn(rows, columns, generator=generator, dtype=torch.float64, device="cpu")
 
