@@ -62,7 +62,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures quantum quantum-picture notebooks docs docs-serve docs-pictures docs-version dist publish hub-kernel clean
+.PHONY: help demo test test-full test-rest families check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures quantum quantum-picture notebooks docs docs-serve docs-pictures docs-version dist publish hub-kernel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,10 @@ test-full: check  ## checks, then every test that needs no GPU: before a release
 
 test-rest: $(TEST_READY)  ## the tests that test-full has and test has not
 	$(PYTEST) $(PARALLEL) -m "full and not gpu" $(PYTEST_ARGS)
+
+families: $(TEST_READY)  ## every gated MLP class of transformers and 21 of its models with use_fastkron; writes docs/guides/gated_mlp_families.md
+	OMP_NUM_THREADS=1 $(PY) tests/integrations/families.py --page docs/guides/gated_mlp_families.md
+	FASTKRON_FAMILIES=1 $(PYTEST) $(PARALLEL) tests/integrations/test_transformers_models.py $(PYTEST_ARGS)
 
 check: check-format check-lint check-types check-imports  ## format, lint, types, import contracts
 

@@ -8,6 +8,7 @@ import benchmarks.eager.calls
 import benchmarks.eager.row_counts
 import benchmarks.gated.layers
 import benchmarks.gated.llama
+import benchmarks.gated.models
 import benchmarks.gaussian_processes.botorch_models
 import benchmarks.gaussian_processes.steps
 import benchmarks.kan.layers

@@ -5,6 +5,7 @@ Modules, parameters, their names and their memory stay as they are: nothing that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
@@ -55,16 +56,23 @@ def _blank(replacement: type[Replacement], own: type[nn.Module]) -> Any:
 
 
 class Applied:
-    """Which modules of a model were changed. `close`, or the end of a ``with`` block, changes them back.
+    """Which modules of a model were changed. `close`, or the end of a ``with`` block, changes them back; ``print`` counts them by class.
 
     Attributes:
         replaced: names of the modules that compute with fastkron_py now.
         left_alone: names of the others, each with the reason.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], left_alone: Mapping[str, str], leave: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        left_alone: Mapping[str, str],
+        leave: Callable[[nn.Module], None],
+        classes: Mapping[str, str],
+    ) -> None:
         self._modules = dict(modules)
         self._leave = leave
+        self._classes = dict(classes)  # of all these modules
         self.replaced: tuple[str, ...] = tuple(modules)
         self.left_alone: Mapping[str, str] = dict(left_alone)
 
@@ -82,6 +90,11 @@ class Applied:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.replaced)} replaced, {len(self.left_alone)} left alone)"
+
+    def __str__(self) -> str:
+        reasons = {name: f"left alone: {reason}" for name, reason in self.left_alone.items()}
+        lines = Counter([f"{kind} {reasons.get(name, 'replaced')}" for name, kind in self._classes.items()])
+        return "\n".join([repr(self), *[f"  {count} {line}" for line, count in lines.items()]])
 
 
 class Patch(NamedTuple):
@@ -121,8 +134,10 @@ class Patch(NamedTuple):
         """
         found: dict[str, nn.Module] = {}
         left_alone: dict[str, str] = {}
+        classes: dict[str, str] = {}
         for name, module in self._modules(model):
             if self.is_candidate(module):
+                classes[name] = type(module).__name__
                 reason = _PATCHED if isinstance(module, Replacement) else self.obstacle(module)
                 if reason is None:
                     found[name] = module
@@ -134,7 +149,7 @@ class Patch(NamedTuple):
             module.__dict__.update(zip(self.options, options, strict=True))
             module.__class__ = replacement_class(self.replacement, type(module))
             self._moved(module)
-        return kind(found, left_alone, self.leave)
+        return kind(found, left_alone, self.leave, classes)
 
     def leave(self, module: nn.Module) -> None:
         """Change a module back; without effect on one that was not changed."""

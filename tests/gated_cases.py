@@ -24,8 +24,17 @@ def act(name: str, x: Tensor) -> Tensor:
         "relu": lambda: x * (x > 0),
         "sigmoid": lambda: 1 / (1 + torch.exp(-x)),
         "identity": lambda: x,
+        "quick_gelu": lambda: x / (1 + torch.exp(-1.702 * x)),
+        "relu2": lambda: (x * (x > 0)) ** 2,
+        "mish": lambda: x * torch.tanh(torch.log1p(torch.exp(x))),
+        "clamped_swiglu": lambda: x.clamp(max=7) / (1 + torch.exp(-1.702 * x.clamp(max=7))),
     }
     return formulas[name]() if name in formulas else find_activation(name).host(x)
+
+
+def act_up(name: str, x: Tensor) -> Tensor:
+    """What the other half is multiplied with it as: itself, but for one activation."""
+    return x.clamp(-7, 7) + 1 if name == "clamped_swiglu" else x
 
 
 def pack(up: Tensor, gate: Tensor, layout: str) -> Tensor:
@@ -54,7 +63,7 @@ def expected(x: Tensor, up: Tensor, gate: Tensor, activation: str, biases: tuple
     a, b = x @ up.mT, x @ gate.mT
     if biases is not None:
         a, b = a + biases[0].double(), b + biases[1].double()
-    return a * act(activation, b)
+    return act_up(activation, a) * act(activation, b)
 
 
 def expected_gradients(x: Tensor, up: Tensor, gate: Tensor, dy: Tensor, activation: str) -> list[Tensor]:

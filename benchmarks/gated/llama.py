@@ -1,4 +1,4 @@
-"""Training a small Llama of Hugging Face Transformers, as it comes and with `apply_to_llama`: loss curves, time and memory of a step."""
+"""Training a small Llama of Hugging Face Transformers, as it comes and with `use_fastkron`: loss curves, time and memory of a step."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def round_once(model: nn.Module) -> None:
 
 def _patch(backward: str) -> Callable[[nn.Module], None]:
     def change(model: nn.Module) -> None:
-        importlib.import_module("fastkron_py.integrations.transformers").apply_to_llama(model, backward=backward)
+        importlib.import_module("fastkron_py.integrations.transformers").use_fastkron(model, backward=backward)
 
     return change
 

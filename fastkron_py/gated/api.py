@@ -43,9 +43,11 @@ def gated_linear(
         weight: both projections' weights, of x's array type, dtype and device: packed, see layout, or a pair (up, gate), each
             ``[hidden, in]``, which may lie anywhere in memory: a pair is not copied either.
         bias: ``[2 * hidden]`` for "interleaved", ``[2, hidden]`` for "stacked", in the order of the weight's rows; for a pair of
-            weights a pair of ``[hidden]``.
-        activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"relu"``, ``"sigmoid"``, ``"identity"``, or one that was registered
-            (see docs/guides/gated_mlp.md).
+            weights a pair of ``[hidden]``. Except with "interleaved" it may also be a tensor for each of x's rows, such as an adapter's
+            result: ``[..., 2, hidden]``, up then gate.
+        activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"quick_gelu"``, ``"relu"``, ``"relu2"``, ``"sigmoid"``, ``"mish"``,
+            ``"identity"``, ``"clamped_swiglu"`` (of GPT-OSS; other constants, as in ``"clamped_swiglu(7, 1.702, 1)"``), or one that was
+            registered (see docs/guides/gated_mlp.md).
         layout: ``"interleaved"``, weight ``[2 * hidden, in]`` whose row 2 i projects up_i and row 2 i + 1 gate_i; or ``"stacked"``,
             weight ``[2, hidden, in]``, up then gate. Neither is packed anew. The shape alone does not tell an interleaved
             weight from two that were concatenated. A pair of weights has no layout.
@@ -150,8 +152,8 @@ def _pair(name: str, given: Any) -> Any:
 
 def _stacked_bias(x: Any, bias: Any) -> Any:
     """A pair of biases ``[hidden]`` as one, ``[2, hidden]``, through which gradients pass."""
-    if bias is None:
-        return None
+    if bias is None or (isinstance(bias, Tensor) and bias.ndim > 2):
+        return bias
     pair = _pair("bias", bias)
     if isinstance(x, Tensor):
         return _stack(*pair)
@@ -254,7 +256,8 @@ def _check_tensors(tensors: Any, labels: tuple[str, ...], layout: str) -> None:
         raise value_error(labels[1], f"a last dimension of x's {x.shape[-1]} inputs", f"shape {tuple(weight.shape)}")
     if bias is not None:
         check_tensor("bias", bias, x, "x")
-        if tuple(bias.shape) != shape[:-1]:
+        of_rows = (*x.shape[:-1], *shape[:-1]) if layout == "stacked" else shape[:-1]
+        if tuple(bias.shape) not in (shape[:-1], of_rows):
             raise value_error("bias", f"shape {shape[:-1]}, that of the weight's rows", f"shape {tuple(bias.shape)}")
     if down is not None:
         _check_down(x, down, down_bias, shape[1] if layout == "stacked" else shape[0] // 2)

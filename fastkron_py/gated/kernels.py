@@ -1,7 +1,8 @@
 """Epilogues on the pairs of a gated linear layer's sums: ``y = up * act(gate)``, or the gradients of both from dy.
 
 Epilogues of `tiling/gemm.py`, and one elementwise kernel for pairs that were stored. VALUE and SLOPE are the activation and its
-derivative, ``PARAMS[0]`` whether pairs are stored interleaved.
+derivative, ``PARAMS[0]`` whether pairs are stored interleaved. Further PARAMS, if there are such, are a
+function of up, its derivative, and constants that all four functions take as a second argument.
 """
 
 import triton
@@ -23,10 +24,29 @@ def _store_pair(first, second, place, pair, pair2, stride, INTERLEAVED: tl.const
 
 
 @triton.jit
+def _gate(first, second, VALUE: tl.constexpr, PARAMS: tl.constexpr):
+    if len(PARAMS) == 1:
+        return first * VALUE(second)
+    else:
+        C: tl.constexpr = PARAMS[3]
+        return PARAMS[1](first, C) * VALUE(second, C)
+
+
+@triton.jit
+def _gradients(first, second, dy, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+    """The gradients of both of each pair."""
+    if len(PARAMS) == 1:
+        return dy * VALUE(second), dy * first * SLOPE(second)
+    else:
+        C: tl.constexpr = PARAMS[3]
+        return dy * VALUE(second, C) * PARAMS[2](first, C), dy * PARAMS[1](first, C) * SLOPE(second, C)
+
+
+@triton.jit
 def epilogue_gate(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
-    """``out [M, H] = first * VALUE(second)``."""
+    """``out [M, H] = first * VALUE(second)``, with its function of first if there is one."""
     row, column, rows, columns = place
-    store_tile(targets[0], first * VALUE(second), row, column, rows, columns, strides[0])
+    store_tile(targets[0], _gate(first, second, VALUE, PARAMS), row, column, rows, columns, strides[0])
 
 
 @triton.jit
@@ -38,7 +58,8 @@ def epilogue_gate_and_pair(first, second, place, targets, tensors, strides, VALU
 
 @triton.jit
 def _epilogue_gradients(first, second, dy, place, targets, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
-    _store_pair(dy * VALUE(second), dy * first * SLOPE(second), place, targets[1], targets[2], strides[1], PARAMS[0])
+    dfirst, dsecond = _gradients(first, second, dy, VALUE, SLOPE, PARAMS)
+    _store_pair(dfirst, dsecond, place, targets[1], targets[2], strides[1], PARAMS[0])
 
 
 @triton.jit
@@ -53,7 +74,7 @@ def epilogue_gradients(first, second, place, targets, tensors, strides, VALUE: t
 def epilogue_gradients_and_gate(
     first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr
 ):
-    """The same, and ``out [M, H] = first * VALUE(second)``; it may be dy's own memory where both have descriptors.
+    """The same, and `epilogue_gate`'s ``out [M, H]``; it may be dy's own memory where both have descriptors.
 
     Without descriptors, threads could overwrite elements that others have not loaded yet. A barrier would keep the main loop from
     being pipelined.
@@ -75,7 +96,7 @@ def _gate_gradients_kernel(
     stride_dy,
     VALUE: tl.constexpr,
     SLOPE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    PARAMS: tl.constexpr,
     GATE: tl.constexpr,  # y is wanted
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -87,7 +108,7 @@ def _gate_gradients_kernel(
     column = tl.program_id(0) % tiles_n * BLOCK_N
     stride = 2 * columns
     g = load_tile(dy, row, column, M, columns, stride_dy, BLOCK_M, BLOCK_N).to(ACC)
-    if INTERLEAVED:
+    if PARAMS[0]:
         both = load_tile(pairs, row, 2 * column, M, stride, stride, BLOCK_M, 2 * BLOCK_N).to(ACC)
         first, second = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
     else:
@@ -97,5 +118,6 @@ def _gate_gradients_kernel(
     tl.debug_barrier()
     place = (row, column, M, columns)
     if GATE:
-        store_tile(y, first * VALUE(second), row, column, M, columns, columns)
-    _store_pair(g * VALUE(second), g * first * SLOPE(second), place, out, out + columns, stride, INTERLEAVED)
+        store_tile(y, _gate(first, second, VALUE, PARAMS), row, column, M, columns, columns)
+    dfirst, dsecond = _gradients(first, second, g, VALUE, SLOPE, PARAMS)
+    _store_pair(dfirst, dsecond, place, out, out + columns, stride, PARAMS[0])

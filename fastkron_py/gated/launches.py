@@ -38,8 +38,13 @@ class Gated(NamedTuple):
         value, slope = found.device_functions(dtype.itemsize == 2 and devices.gpu_of(device).has_approximations)
         # Both sums of a pair stand in two halves of a tile, and a thread has neighbours of both to store.
         light = epilogue is epilogue_gate and found.allows_overlap
-        params = (self.layout == "interleaved",)
-        return Gemm(epilogue, value=value, slope=slope, params=params, pairs="stacked", divisible=True, light=light)
+        return Gemm(epilogue, value=value, slope=slope, params=self.params(), pairs="stacked", divisible=True, light=light)
+
+    def params(self) -> tuple[Any, ...]:
+        """PARAMS of the kernels."""
+        found = find_activation(self.activation)
+        interleaved = self.layout == "interleaved"
+        return (interleaved,) if found.up is None else (interleaved, *found.up.device_functions(False), found.constants)
 
     def operands(self, build: Builder, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> tuple[Any, Any, Any]:
         """Weights ``[H, K]`` and bias ``[2, H]`` as the main loop takes them: views, of an interleaved weight each of every other row."""
@@ -102,7 +107,7 @@ def _gradients_launcher(dy: Tensor, gated: Gated, again: bool) -> Launcher:
         "stride_dy": dy.stride(0),
         "VALUE": found.value,
         "SLOPE": found.derivative,
-        "INTERLEAVED": gated.layout == "interleaved",
+        "PARAMS": gated.params(),
         "GATE": again,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,

@@ -62,7 +62,9 @@ def _fake_saving(
 def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
     pairs = saved.kept[0] if saved.kept else None
     tensors = (dy, *saved.tensors, pairs)
-    in_place = (
+    bias = saved.tensors[3]
+    is_bias_of_rows = bias is not None and bias.ndim > 2  # whose gradient are the pairs' gradients
+    in_place = not is_bias_of_rows and (
         saved.alone and pairs is not None and takes_fast_path(tensors) and not torch_internals.keeps_graph() and not wants_gradient(tensors)
     )
     found = (gated_linear_backward_ if in_place else gated_linear_backward)(*tensors, *saved.needs, *saved.options)
@@ -78,7 +80,7 @@ def _in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> Tensor:
 
 
 def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
-    if all(dim is None for dim in dims[1:]):  # samples are rows
+    if all(dim is None for dim in dims[1:]) and (tensors[3] is None or tensors[3].ndim < 3):  # samples are rows
         x, *rest = tensors
         return gated_linear.registered(x.movedim(dims[0], 0), *rest, *options), 0
     return vmap_by_sample(gated_linear.registered, size, dims, tensors, options)

@@ -85,13 +85,22 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saving: bool = Fal
     build = Builder(tensors)
     x, weight, gate, bias, down, down_bias = build.inputs
     rows, hidden, shape = sizes(x, weight, gate, down)
-    y, pairs = _add_forward(build, (build.reshape(x, (rows, x.shape[-1])), weight, gate, bias), chosen, by_triton, saving)
+    wide = (build.reshape(x, (rows, x.shape[-1])), weight, gate, _bias_of_rows(build, bias, rows, by_triton))
+    y, pairs = _add_forward(build, wide, chosen, by_triton, saving)
     if down is not None:
         y = _add_linear(build, y, down, down_bias, chosen)
     results, shapes = ([y, pairs], [shape, (rows, 2 * hidden)]) if saving else ([y], [shape])
     # Autograd saves the pairs, and more.
     is_small = saving and not by_triton and chosen.precision is None and x.dtype not in HALF_DTYPES and 0 < rows * hidden <= _SMALL
     return build.program(results, shapes, differentiable=_recorded(tensors, chosen) if is_small else None)
+
+
+def _bias_of_rows(build: Builder, bias: Any, rows: int, by_triton: bool) -> Any:
+    """A bias ``[..., 2, H]`` as ``[M, 2, H]``, for kernels with runs of memory; another one as it is."""
+    if bias is None or bias.ndim < 3:
+        return bias
+    bias = build.reshape(bias, (rows, *bias.shape[-2:]))
+    return bias if bias.stride(-1) == 1 or not by_triton else build.contiguous(bias)
 
 
 def _recorded(tensors: Sequence[Any], options: Options) -> Callable[..., Tensor]:
@@ -166,8 +175,10 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...], in_place: bool =
     rows = math.prod(x.shape[:-1])
     build = Builder(tensors)
     dy, *inputs, pairs = build.inputs
+    by_triton = is_by_triton(x, weight, chosen)
     inputs[0] = build.reshape(inputs[0], (rows, x.shape[-1]))
-    backward = _Backward(build, tuple(inputs), pairs, chosen, is_by_triton(x, weight, chosen), in_place)
+    inputs[3] = _bias_of_rows(build, inputs[3], rows, by_triton)
+    backward = _Backward(build, tuple(inputs), pairs, chosen, by_triton, in_place)
     found = backward.gradients(build.reshape(dy, (rows, dy.shape[-1])), needs)
     results = [(f, t.shape) for f, t in zip(found, tensors[1:], strict=False) if f is not None]
     return build.program([f for f, _ in results], [shape for _, shape in results])
@@ -185,7 +196,7 @@ class _Backward(NamedTuple):
 
     def gradients(self, dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         """[dx, dW, dG, db, dD, dc], None for those that are not needed."""
-        x, weight, gate, _, down, _ = self.tensors
+        x, weight, gate, bias, down, _ = self.tensors
         need_x, need_weight, need_gate, need_bias, need_down, need_down_bias = needs
         dx = dweight = dgate = dbias = ddown = None
         if any(needs[:4]):
@@ -202,7 +213,8 @@ class _Backward(NamedTuple):
             shape = first.shape[1], x.shape[1]
             dweight = self._product(_transposed_product, (first, x), shape) if need_weight else None
             dgate = self._product(_transposed_product, (second, x), shape) if need_gate else None
-            dbias = self._column_sums(d) if need_bias else None
+            if need_bias:
+                dbias = self._column_sums(d) if bias.ndim < 3 else d
         elif need_down:
             y, _ = _add_forward(self.build, self.tensors[:4], self.options, self.by_triton, False)
             ddown = self._product(_transposed_product, (dy, y), down.shape)

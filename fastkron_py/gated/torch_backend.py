@@ -36,6 +36,8 @@ def pairs_of(
     x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None, multiply: Callable[..., Tensor] = torch.nn.functional.linear
 ) -> Tensor:
     """``[M, 2 H]``, both of every pair before the gate, by a function of x, weight and bias."""
+    if bias is not None and bias.ndim > 2:
+        return pairs_of(x, weight, gate, None, multiply) + bias.flatten(-2)
     if gate is None:
         return multiply(x, flat_weight(weight), None if bias is None else bias.flatten())
     up_bias, gate_bias = (None, None) if bias is None else bias.unbind()
@@ -45,14 +47,14 @@ def pairs_of(
 def gate(pairs: Tensor, activation: str, layout: str) -> Tensor:
     """``up * act(gate)``, of pairs' dtype."""
     up, gated = split(pairs, layout)
-    return (wide(up) * find_activation(activation).host(wide(gated))).to(pairs.dtype)
+    return find_activation(activation).gate(wide(up), wide(gated)).to(pairs.dtype)
 
 
 Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """x ``[..., K]``, weight, gate, bias, and, where there is a projection after the gate, its weight ``[O, H]`` and bias ``[O]``.
 
 A packed weight is ``[2 H, K]`` or ``[2, H, K]``, with a bias of its rows' shape and no gate. Else weight and gate are ``[H, K]`` each, with
-a bias ``[2, H]``."""
+a bias ``[2, H]``. Except for an interleaved weight, a bias may also be ``[..., 2, H]``, for each of x's rows."""
 
 
 def forward(tensors: Tensors, activation: str, layout: str) -> Tensor:
@@ -70,7 +72,8 @@ def layer_by_slices(x: Tensor, weight: Tensor, gate_weight: Tensor | None, bias:
     hidden = hidden_size(weight, gate_weight)
     y = x.new_empty(x.shape[0], hidden)
     for rows in row_slices(x, 2 * hidden, PRODUCT_ROWS):
-        y[rows] = gate(pairs_of(x[rows], weight, gate_weight, bias, linear), activation, layout)
+        part = bias[rows] if bias is not None and bias.ndim > 2 else bias
+        y[rows] = gate(pairs_of(x[rows], weight, gate_weight, part, linear), activation, layout)
     return y
 
 
@@ -87,9 +90,8 @@ def pair_gradients(dy: Tensor, pairs: Tensor, activation: str, layout: str) -> T
     found = find_activation(activation)
     gradients = torch.empty_like(pairs, memory_format=torch.contiguous_format)
     for rows in row_slices(pairs, 2 * pairs.shape[1]):
-        up, gated = (wide(t) for t in split(pairs[rows], layout))
         of_up, of_gate = split(gradients[rows], layout)
-        wide_dy = wide(dy[rows])
-        of_up.copy_(wide_dy * found.host(gated))
-        of_gate.copy_(wide_dy * up * found.host_derivative(gated))
+        dup, dgate = found.gradients(wide(dy[rows]), *(wide(t) for t in split(pairs[rows], layout)))
+        of_up.copy_(dup)
+        of_gate.copy_(dgate)
     return gradients

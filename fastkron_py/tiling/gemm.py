@@ -89,10 +89,14 @@ def _halves(t):
 
 
 @triton.jit
-def _plus_row(t, bias, column, columns, step):
-    """Add ``bias[column * step], ...`` to every row."""
-    c = column + tl.arange(0, t.shape[1])
-    return t + tl.load(bias + c * step, mask=c < columns, other=0.0).to(t.dtype)[None, :]
+def _plus_bias(t, bias, place, step, HAS_BIAS: tl.constexpr):
+    """Add ``bias[column * step], ...`` to every row; or, HAS_BIAS being 2, a tile of a matrix whose rows are step apart."""
+    row, column, rows, columns = place
+    if HAS_BIAS == 2:
+        return t + load_tile(bias, row, column, rows, columns, step, t.shape[0], t.shape[1]).to(t.dtype)
+    else:
+        c = column + tl.arange(0, t.shape[1])
+        return t + tl.load(bias + c * step, mask=c < columns, other=0.0).to(t.dtype)[None, :]
 
 
 @triton.jit
@@ -127,9 +131,9 @@ def _epilogue(
         _epilogue(right, right2, beside, bias, targets, tensors, strides, EPILOGUE, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, LESS)
     else:
         if HAS_BIAS:
-            first = _plus_row(first, bias[0], column, columns, bias[1])
+            first = _plus_bias(first, bias[0], place, bias[1], HAS_BIAS)
             if PAIRS == "stacked":
-                second = _plus_row(second, bias[0] + bias[2], column, columns, bias[1])
+                second = _plus_bias(second, bias[0] + bias[2], place, bias[1], HAS_BIAS)
         EPILOGUE(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
 
 

@@ -61,7 +61,8 @@ class Problem(NamedTuple):
     a: Operand
     b: Operand
     swapped: bool  # a descriptor of "stacked" pairs begins with b2, which has the lower address
-    bias: tuple[int, int] | None  # strides of a column, and between the two of a pair
+    bias: tuple[int, int] | None  # strides of a column, or of a row, and between the two of a pair
+    bias_rows: bool  # each row has a bias of its own
     others: tuple[Operand | None, ...]  # out, pair, pair2, side
     gemm: Gemm
     precision: str
@@ -143,7 +144,7 @@ def problem_of(
     operand_b, swapped = (_operand(build, b), False) if b2 is None else _pair(build, b, b2)
     strides = None
     if bias is not None:
-        strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
+        strides = (bias.stride(0 if bias.ndim == 3 else -1), 0 if bias.ndim == 1 else bias.stride(-2))
     return Problem(
         a.shape[0],
         columns,
@@ -152,6 +153,7 @@ def problem_of(
         operand_b,
         swapped,
         strides,
+        bias is not None and bias.ndim == 3,
         tuple([None if t is None else _operand(build, t, -(-t.shape[1] // width)) for t in others]),
         call,
         precision,
@@ -201,7 +203,7 @@ def _launcher(problem: Problem, tile: GemmTile, overlap: Overlap) -> Launcher:
         "PARAMS": problem.gemm.params,
         "PAIRS": problem.gemm.pairs,
         "SWAPPED": problem.swapped,
-        "HAS_BIAS": problem.bias is not None,
+        "HAS_BIAS": 2 if problem.bias_rows else problem.bias is not None,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
@@ -247,7 +249,7 @@ class _Operands(NamedTuple):
         rows = slice(span.start, span.stop) if self.b2 is None else half
         bias = self.bias
         if bias is not None:
-            bias = bias[:, half] if bias.ndim == 2 else bias[span.start : span.stop]
+            bias = bias[..., half] if bias.ndim > 1 else bias[span.start : span.stop]
         shares = [1 if o is None else o.share for o in problem.others]
         others = [None if t is None else t[:, half.start * n : half.stop * n] for t, n in zip(self.others, shares, strict=True)]
         return _Operands(self.a, self.b[rows], None if self.b2 is None else self.b2[rows], bias, *others)
@@ -281,7 +283,7 @@ def add_gemm(
         build: of the program.
         a: float32, float16 or bfloat16, of any strides, not empty.
         b: like a; ``[N / 2, K]`` for "stacked" pairs.
-        bias: ``[N]``, or ``[2, N / 2]`` for "stacked" pairs; or None.
+        bias: ``[N]``, or ``[2, N / 2]`` for "stacked" pairs, or ``[M, 2, N / 2]``, whose last dimension is a run of memory; or None.
         call: the operator's jit functions and their parameters.
         out: ``[M, N]``, or ``[M, N / 2]`` for pairs, rows being runs of memory, as of the following; or None where the epilogue needs none.
         pair: ``[M, N / 2]`` or ``[M, N]``.

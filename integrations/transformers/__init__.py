@@ -1,15 +1,16 @@
-"""Hugging Face Transformers: gated MLPs of Llama and its kin on `fastkron_py.functional.gated_mlp`.
+"""Hugging Face Transformers: the gated MLPs of its models, and of others, on `fastkron_py.functional.gated_mlp`.
 
-``with use_fastkron(model):``, or `use_fastkron` alone for good, is all that is needed; `apply_to_llama` is another name of it. Needs the
-extra "llm".
+``use_fastkron(model)``, or ``with use_fastkron(model):``, is all that is needed. Needs the extra "llm".
 """
 
+from fastkron_py.integrations.replacement import Applied
+from fastkron_py.integrations.transformers.apply import revert_fastkron, use_fastkron
 from fastkron_py.integrations.versions import of_extra
 
 with of_extra("llm", "transformers"):
-    from fastkron_py.integrations.transformers.apply import AppliedToLlama, apply_to_llama, revert_llama
+    import transformers as transformers
 
-# The names that the other integrations have.
-use_fastkron, revert_fastkron = apply_to_llama, revert_llama
+# Names of earlier versions.
+AppliedToLlama, apply_to_llama, revert_llama = Applied, use_fastkron, revert_fastkron
 
-__all__ = ["AppliedToLlama", "apply_to_llama", "revert_fastkron", "revert_llama", "use_fastkron"]
+__all__ = ["Applied", "AppliedToLlama", "apply_to_llama", "revert_fastkron", "revert_llama", "use_fastkron"]

@@ -1,47 +1,34 @@
-"""`apply_to_llama`: which MLPs of a model are changed, which are not and why, and the way back."""
+"""`use_fastkron`: which MLPs of a model are changed, which are not and why, and the way back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from fastkron_py.gated.api import BACKWARDS
-from fastkron_py.integrations.replacement import Applied, Patch, names_read
-from fastkron_py.integrations.transformers.layers import OPTIONS, GatedProjections, activation_name
+from fastkron_py.integrations.replacement import Applied, Patch
+from fastkron_py.integrations.transformers.adapters import base_of
+from fastkron_py.integrations.transformers.form import read_form
+from fastkron_py.integrations.transformers.layers import OPTIONS, GatedProjections, set_form
 from fastkron_py.nn.modules import is_hooked, is_plain_linear
 from fastkron_py.runtime.checks import check_choice, check_precision
 from fastkron_py.runtime.errors import type_name
 
-# Classes whose forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)), by the family that transformers files them under.
-FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "llama": "LlamaMLP",
-        "mistral": "MistralMLP",
-        "qwen2": "Qwen2MLP",
-        "qwen3": "Qwen3MLP",
-        "gemma": "GemmaMLP",
-        "gemma2": "Gemma2MLP",
-        "gemma3": "Gemma3MLP",
-    }
-)
-_PARTS: Final = ("gate_proj", "up_proj", "down_proj", "act_fn")
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class AppliedToLlama(Applied):
-    """The result of `apply_to_llama`: the MLPs that compute with `gated_mlp`, and those left alone."""
+def use_fastkron(model: nn.Module, *, backward: str = "save", precision: str | None = None) -> Applied:
+    """Let the gated MLPs of a Hugging Face model compute with `fastkron_py.functional.gated_mlp`.
 
+    A module is one if its forward pass is ``scale * down(up(x) * act(gate(x)))``, with two weights for up and gate or one weight for
+    both. That is found by running the forward pass on a few numbers, not by its class: models of other libraries are served too.
+    Numbers such as clamps and multipliers are those that the module has during this call.
 
-def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str | None = None) -> AppliedToLlama:
-    """Let the MLPs of a Hugging Face model compute with `fastkron_py.functional.gated_mlp`.
-
-    For Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2 and Gemma3. Modules, parameters, their names and their memory stay as they are, so
-    optimizers, states, `save_pretrained` and checkpoints of either are the other's. An MLP whose projections get an adapter or a hook
-    later on, or another activation, computes as before.
+    Modules, parameters, their names and their memory stay as they are, so optimizers, states, `save_pretrained` and checkpoints of either
+    are the other's. An MLP whose projections get an adapter or a hook later on, or another activation, computes as before, and so does one
+    with a dropout that is active.
 
     Args:
         model: a model, or a part of one, on the device that it is to run on or not.
@@ -49,24 +36,25 @@ def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str |
         precision: of products in float32, as in `kron_matmul`.
 
     Returns:
-        The modules replaced, those left alone with the reason, and `close` to revert. A second call replaces no module again.
+        The modules replaced, those left alone with the reason, and `close` to revert; ``print`` shows how many of which class. A second
+        call replaces no module again.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an unknown backward or precision; a model in which there is nothing to replace: it says why.
 
     Example:
-        >>> applied = apply_to_llama(model)
+        >>> applied = use_fastkron(model)
         >>> logits = model(input_ids).logits
         >>> applied.close()
     """
     check_choice("backward", backward, BACKWARDS)
     check_precision(precision)
-    return _PATCH.apply(model, AppliedToLlama, backward, precision)
+    return _PATCH.apply(model, Applied, backward, precision)
 
 
-def revert_llama(model: nn.Module) -> None:
-    """Revert the change by `apply_to_llama`, also in a copy of the model or in one from a file, which have no `AppliedToLlama`.
+def revert_fastkron(model: nn.Module) -> None:
+    """Revert the change by `use_fastkron`, also in a copy of the model or in one from a file, which have no `Applied`.
 
     Args:
         model: the model, or a part of one.
@@ -75,8 +63,8 @@ def revert_llama(model: nn.Module) -> None:
         TypeError: no module.
 
     Example:
-        >>> applied = apply_to_llama(model)
-        >>> revert_llama(copy.deepcopy(model))
+        >>> applied = use_fastkron(model)
+        >>> revert_fastkron(copy.deepcopy(model))
     """
     _PATCH.revert(model)
 
@@ -84,25 +72,26 @@ def revert_llama(model: nn.Module) -> None:
 # ---- obstacles --------------------------------------------------------------------
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
-    return all([isinstance(getattr(module, name, None), nn.Module) for name in _PARTS[:3]])
+def _is_candidate(module: Any) -> bool:
+    return read_form(module) is not None
 
 
 def _obstacle(mlp: Any) -> str | None:
     """Why an MLP is left alone, or None."""
-    kind = type(mlp)
-    known = [f"transformers.models.{family}.modeling_{family}.{name}" for family, name in FAMILIES.items()]
-    if f"{kind.__module__}.{kind.__qualname__}" not in known or set(mlp._modules) != set(_PARTS):
-        return f"its class {kind.__name__} is not among {', '.join(FAMILIES.values())} of transformers"
-    if "forward" in mlp.__dict__ or names_read(kind.forward) != set(_PARTS):
-        return "its forward is not down_proj(act_fn(gate_proj(x)) * up_proj(x)): another version's, or replaced by another library"
-    if activation_name(mlp.act_fn) is None:
-        return f"its activation {type(mlp.act_fn).__name__} is not supported, or has a hook"
-    for name in _PARTS[:2]:
-        reason = _projection_obstacle(name, getattr(mlp, name))
+    if "forward" in mlp.__dict__:
+        return "its forward was replaced by another library"
+    form = read_form(mlp)
+    if form is None or isinstance(form, str):
+        return form
+    bases = {name: base_of(getattr(mlp, name)) or getattr(mlp, name) for name in (form.gate, form.up)}
+    for name, linear in bases.items():
+        reason = _projection_obstacle(name, linear)
         if reason is not None:
             return reason
-    return _pair_obstacle(mlp)
+    hooked = [name for name, child in form.others if is_hooked(child)]
+    if hooked:
+        return f"its {hooked[0]} has hooks"
+    return _pair_obstacle(form.gate, form.up, bases[form.gate], bases[form.up])
 
 
 def _projection_obstacle(name: str, linear: Any) -> str | None:
@@ -118,15 +107,14 @@ def _projection_obstacle(name: str, linear: Any) -> str | None:
     return None
 
 
-def _pair_obstacle(mlp: Any) -> str | None:
-    up, gate = mlp.up_proj, mlp.gate_proj
+def _pair_obstacle(gate_name: str, up_name: str, gate: Any, up: Any) -> str | None:
     for what in ("shape", "dtype", "device"):
         if getattr(up.weight, what) != getattr(gate.weight, what):
-            return f"its gate_proj and up_proj differ in {what}"
+            return f"its {gate_name} and {up_name} differ in {what}"
     if (up.bias is None) != (gate.bias is None):
-        return "only one of its gate_proj and up_proj has a bias"
+        return f"only one of its {gate_name} and {up_name} has a bias"
     return None
 
 
-_EXPECTED: Final = f"MLPs that can be replaced, of {', '.join(FAMILIES.values())}"
-_PATCH: Final = Patch("model", _EXPECTED, GatedProjections, _is_gated_mlp, _obstacle, OPTIONS)
+_EXPECTED: Final = "gated MLPs, down(up(x) * act(gate(x))), that can be replaced"
+_PATCH: Final = Patch("model", _EXPECTED, GatedProjections, _is_candidate, _obstacle, OPTIONS, set_form)

@@ -20,6 +20,7 @@ PROBLEMS: dict[str, tuple[int, int, int, str, str, torch.dtype, str, bool]] = {
     "8B": (4096, 14336, 4096, "silu", "interleaved", torch.bfloat16, "highest", True),
     "8B stacked": (4096, 14336, 4096, "silu", "stacked", torch.bfloat16, "highest", True),
     "two launches": (512, 14336, 4096, "silu", "interleaved", torch.bfloat16, "highest", True),
+    "constants": (512, 2880, 2880, "clamped_swiglu", "stacked", torch.bfloat16, "highest", True),
     "one token": (1, 14336, 4096, "silu", "interleaved", torch.bfloat16, "highest", True),
     "TF32": (4096, 4096, 1024, "gelu_tanh", "interleaved", torch.float32, "high", True),
     "three passes": (4096, 1024, 512, "silu", "stacked", torch.float32, "highest", True),
@@ -81,6 +82,8 @@ def main() -> None:
         gated, bias = triton_gated.Gated(activation, layout, precision), torch.empty(weight.shape[:-1], dtype=dtype)
         run(forward, x, weight, None, None, gated=gated)
         run(forward, x, weight, None, bias, gated=gated, saving=True)
+        if name == "8B stacked":  # a bias for each row
+            run(forward, x, weight, None, torch.empty(rows, 2, hidden, dtype=dtype), gated=gated, saving=True)
         run(recomputed, dy, x, weight, None, None, gated=gated)
         run(recomputed, dy, x, weight, None, None, gated=gated, again=True)
         run(triton_gated.add_stored_gradients, dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated=gated, in_place=True, again=True)

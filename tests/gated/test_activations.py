@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gated_cases import ACTIVATIONS, act, pack, problem
+from gated_cases import ACTIVATIONS, LAYOUTS, act, act_up, pack, problem
 from pages import table
 from torch import Tensor
 
@@ -21,24 +21,29 @@ from fastkron_py.nn import Activation, GatedMLP, register_activation, unpack_gat
 
 
 @triton.jit
-def _map_kernel(x_ptr, y_ptr, size, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _map_kernel(x_ptr, y_ptr, size, FUNCTION: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK)
-    tl.store(y_ptr + i, FUNCTION(tl.load(x_ptr + i, mask=i < size, other=0.0)), mask=i < size)
+    x = tl.load(x_ptr + i, mask=i < size, other=0.0)
+    tl.store(y_ptr + i, FUNCTION(x, C) if len(C) else FUNCTION(x), mask=i < size)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_host_and_device_functions(name: str, device: torch.device) -> None:
     """Against the formula and autograd's derivative of it, in float64."""
     found = find_activation(name)
-    x = (3 * torch.randn(100, dtype=torch.float64)).requires_grad_()
-    value = act(name, x)
-    (slope,) = torch.autograd.grad(value.sum(), x)
-    given = x.detach().float().to(device)
-    for host, function, expected in ((found.host, found.value, value.detach()), (found.host_derivative, found.derivative, slope)):
-        torch.testing.assert_close(host(x.detach()), expected, rtol=1e-12, atol=1e-14)
-        y = torch.empty_like(given)
-        _map_kernel[(1,)](given, y, len(given), function, 128, enable_fp_fusion=True)
-        torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+    x = (3 * torch.randn(100, dtype=torch.float64)).float().double().requires_grad_()
+    assert found.up is None or (x.abs() > 7).any()
+    for record, formula in ((found, act), (found.up, act_up)):
+        if record is None:
+            continue
+        value = formula(name, x)
+        (slope,) = torch.autograd.grad(value.sum(), x)
+        given = x.detach().float().to(device)
+        for host, function, expected in ((record.host, record.value, value.detach()), (record.host_derivative, record.derivative, slope)):
+            torch.testing.assert_close(host(x.detach()), expected, rtol=1e-12, atol=1e-14)
+            y = torch.empty_like(given)
+            _map_kernel[(1,)](given, y, len(given), function, found.constants, 128, enable_fp_fusion=True)
+            torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_rows_of_the_page() -> None:
@@ -46,6 +51,38 @@ def test_rows_of_the_page() -> None:
     rows = table("guides/gated_mlp.md", "Activations")
     written = {name.strip("`"): (formula.strip("`"), tuple(re.findall(r"`(\w+)`", aliases))) for name, formula, aliases in rows}
     assert written == {name: (find_activation(name).formula, find_activation(name).aliases) for name in written}
+
+
+# ---- with constants -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_constants(dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Half of both projections are beyond the limit."""
+    name, limit = "clamped_swiglu(0.25, 1.5, 0.5, 2)", 0.25
+    x, up, gate, dy = problem(7, 8, 8, dtype, device, generator)
+    for layout in LAYOUTS:
+        for backward in ("save", "recompute"):
+            given = [x.clone().requires_grad_(), pack(up, gate, layout).requires_grad_()]
+            y = gated_linear(*given, activation=name, layout=layout, backward=backward, precision="highest")
+            wide = [t.detach().double().requires_grad_() for t in (x, up, gate)]
+            a, b = wide[0] @ wide[1].mT, wide[0] @ wide[2].mT
+            assert min(float((t > limit).double().mean()) for t in (a, -a, b)) > 0.1
+            g = b.clamp(max=limit)
+            expected = (a.clamp(-limit, limit) + 0.5) * 2 * g / (1 + torch.exp(-1.5 * g))
+            found = torch.autograd.grad(y, given, dy)
+            dx, dup, dgate = torch.autograd.grad(expected, wide, dy.double())
+            for actual, wanted in zip((y, *found), (expected, dx, pack(dup, dgate, layout)), strict=True):
+                assert float(((actual.double() - wanted).norm() / wanted.norm()).detach()) < TOLERANCES[dtype]
+
+
+def test_names_with_constants() -> None:
+    plain, other = find_activation("clamped_swiglu"), find_activation("clamped_swiglu(7, 1.702, 1)")
+    assert plain.constants == other.constants == (7.0, 1.702, 1.0, 1.0)
+    assert GatedMLP(4, 6, activation="clamped_swiglu(inf, 2)").activation == "clamped_swiglu(inf, 2)"
+    for name in ("clamped_swiglu()", "clamped_swiglu(7", "clamped_swiglu(-1)", "clamped_swiglu(1, inf)", "clamped_swiglu(1, 2, 3, 4, 5)"):
+        with pytest.raises(ValueError, match=r"activation: expected clamped_swiglu\(limit, alpha, offset, scale\)"):
+            find_activation(name)
 
 
 # ---- one of a user's own --------------------------------------------------------------------------

@@ -363,3 +363,52 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
 def test_refusals() -> None:
     for weight, bias, error, message in REFUSED:
         assert_refused(partial(gated_linear, X, weight, bias=bias), error, message)
+
+
+# ---- a bias for each row ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_for_each_row(dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Of a stacked weight and of a pair, contiguous and not; its gradient is that of the projections."""
+    x, up, gate, dy = problem(10, 24, 8, dtype, device, generator)
+    rows = torch.randn(2, 10, 24, generator=generator).to(device, dtype)
+    for bias in (rows.transpose(0, 1), rows.transpose(0, 1).contiguous(), rows.mT.contiguous().mT.transpose(0, 1)):
+        for weight in ((up, gate), torch.stack([up, gate])):
+            for backward in ("save", "recompute"):
+                leaves = [t.detach().clone().requires_grad_() for t in (x, up, gate)] + [bias.detach().requires_grad_()]
+                pair = (leaves[1], leaves[2])
+                given = pair if isinstance(weight, tuple) else torch.stack(pair)
+                y = gated_linear(
+                    leaves[0].view(2, 5, 8),
+                    given,
+                    bias=leaves[3].unflatten(0, (2, 5)),
+                    layout="stacked",
+                    backward=backward,
+                    precision="highest",
+                )
+                wide = [t.detach().double().requires_grad_() for t in leaves]
+                right = (wide[0] @ wide[1].mT + wide[3][:, 0]) * torch.nn.functional.silu(wide[0] @ wide[2].mT + wide[3][:, 1])
+                found = torch.autograd.grad(y, leaves, dy.view(2, 5, 24))
+                expected = torch.autograd.grad(right, wide, dy.double())
+                for actual, wanted in zip((y.flatten(0, 1), *found), (right, *expected), strict=True):
+                    assert relative(actual, wanted.detach()) < (1e-6 if dtype == torch.float32 else 2e-2)
+
+
+def test_a_bias_for_each_row_in_transforms() -> None:
+    x, weight, bias = torch.randn(3, 5, 8), torch.randn(2, 6, 8), torch.randn(3, 5, 2, 6)
+
+    def call(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return gated_linear(x, weight, bias=bias, layout="stacked")
+
+    expected = torch.stack([call(a, b) for a, b in zip(x, bias, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(call)(x, bias), expected)
+    torch.testing.assert_close(torch.func.vmap(call, (0, None))(x, bias[0]), torch.stack([call(a, bias[0]) for a in x]))
+    torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(x, bias), call(x, bias))
+    leaves = [t.double().requires_grad_() for t in (x, bias)]
+    wide = weight.double()
+    assert torch.autograd.gradgradcheck(lambda x, bias: gated_linear(x, wide, bias=bias, layout="stacked"), leaves, fast_mode=True)
+    with pytest.raises(ValueError, match=r"bias: expected shape \(2, 6\), that of the weight's rows; got shape \(5, 2, 6\)"):
+        call(x, bias[0])
+    with pytest.raises(ValueError, match=r"bias: expected shape \(12,\)"):
+        gated_linear(x, weight.flatten(0, 1), bias=bias)

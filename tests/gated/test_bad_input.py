@@ -48,11 +48,11 @@ BAD: dict[str, Refusal] = {
     ),
     "activation": value(
         lambda: gated_linear(X, W, activation="swish"),
-        "activation: expected one of gelu, gelu_tanh, identity, relu, sigmoid, silu; got 'swish'",
+        "activation: expected one of clamped_swiglu, gelu, gelu_tanh, identity, mish, quick_gelu, relu, relu2, sigmoid, silu; got 'swish'",
     ),
     "activation of another kind": wrong_type(
         lambda: gated_linear(X, W, activation=torch.nn.functional.silu),
-        "activation: expected one of gelu, gelu_tanh, identity, relu, sigmoid, silu; got function",
+        "activation: expected one of clamped_swiglu, gelu, gelu_tanh, identity, mish, quick_gelu, relu, relu2, sigmoid, silu; got function",
     ),
     "layout": value(lambda: gated_linear(X, W, layout="packed"), "layout: expected one of interleaved, stacked; got 'packed'"),
     "layout of another kind": wrong_type(lambda: gated_linear(X, W, layout=2), "layout: expected one of interleaved, stacked; got int"),

@@ -1,4 +1,4 @@
-"""Hugging Face models with `apply_to_llama`: the same numbers, states and modules; what is left alone; the way back."""
+"""Hugging Face models with `use_fastkron`: the same numbers, states and modules; what is left alone; the way back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fastkron_py
-from fastkron_py.integrations.transformers import apply_to_llama, revert_llama
+from fastkron_py.integrations.transformers import revert_fastkron, use_fastkron
 from fastkron_py.integrations.transformers.layers import GatedProjections
 from fastkron_py.nn import LoKrLinear
 from fastkron_py.testing import assert_close
@@ -99,7 +99,7 @@ def test_a_model_computes_the_same_and_comes_back(family: str, place: torch.devi
         model = tiny(family).to(place)
         state, classes, parameters = cloned(model.state_dict()), [type(m) for m in mlps(model)], list(model.parameters())
         logits, gradients, memory = logits_of(model), gradients_of(model), places(model)
-        with apply_to_llama(model, backward=backward) as applied:
+        with use_fastkron(model, backward=backward) as applied:
             assert places(model) == memory
             assert applied.replaced == ("model.layers.0.mlp", "model.layers.1.mlp")
             assert not applied.left_alone
@@ -125,7 +125,7 @@ def test_a_model_computes_the_same_and_comes_back(family: str, place: torch.devi
 def test_checkpointing_and_generation() -> None:
     model = tiny().train()
     gradients, tokens = gradients_of(model), model.generate(IDS[:, :4], max_new_tokens=4, do_sample=False, attention_mask=torch.ones(2, 4))
-    apply_to_llama(model)
+    use_fastkron(model)
     assert torch.equal(model.generate(IDS[:, :4], max_new_tokens=4, do_sample=False, attention_mask=torch.ones(2, 4)), tokens)
     layer = model.model.layers[0]
     x = torch.randn(2, 3, 16, requires_grad=True)
@@ -158,7 +158,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_are_changed_and_can_be_changed_back(way: str) -> None:
     model = tiny()
-    applied = apply_to_llama(model, backward="recompute")
+    applied = use_fastkron(model, backward="recompute")
     logits = logits_of(model)
     twin = COPIES[way](model)
     applied.close()
@@ -168,10 +168,10 @@ def test_copies_are_changed_and_can_be_changed_back(way: str) -> None:
     with torch.no_grad():
         mlps(model)[0].up_proj.weight.zero_()
     assert_close(logits_of(twin), logits)
-    revert_llama(twin)
+    revert_fastkron(twin)
     assert [type(m) for m in mlps(twin)] == [type(m) for m in mlps(model)]
     assert_close(logits_of(twin), logits)
-    assert apply_to_llama(twin).replaced
+    assert use_fastkron(twin).replaced
 
 
 def test_states_are_those_of_transformers(tmp_path: Path) -> None:
@@ -179,11 +179,11 @@ def test_states_are_those_of_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         for p in other.parameters():
             p.add_(0.1)
-    apply_to_llama(model)
+    use_fastkron(model)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert_same(cloned(loaded.state_dict()), cloned(model.state_dict()))
-    assert apply_to_llama(loaded).replaced
+    assert use_fastkron(loaded).replaced
     model.load_state_dict(other.state_dict())
     assert_applied(model)
     assert_close(logits_of(model), logits_of(other))
@@ -215,6 +215,9 @@ class OtherMLP(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
 
 def _set(path: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def change(mlp: Any) -> None:
@@ -238,10 +241,10 @@ OBSTACLES: dict[str, Callable[[Any], Any]] = {
     "the weight of its up_proj is of dtype torch.float8_e4m3fn": _set("up_proj.weight", _parameter(lambda t: t.to(torch.float8_e4m3fn))),
     "its gate_proj and up_proj differ in dtype": _set("gate_proj.weight", _parameter(lambda t: t.double())),
     "its gate_proj and up_proj differ in shape": _set("gate_proj.weight", _parameter(lambda t: t[:1])),
-    "its activation Tanh is not supported": _set("act_fn", lambda _: nn.Tanh()),
-    "its activation SiLU.* has a hook": lambda mlp: mlp.act_fn.register_forward_hook(lambda *_: None),
+    r"its down projection does not get up \* act\(gate\) with one of .*silu": _set("act_fn", lambda _: nn.Tanh()),
+    "its act_fn has hooks": lambda mlp: mlp.act_fn.register_forward_hook(lambda *_: None),
     "only one of its gate_proj and up_proj has a bias": _set("up_proj.bias", lambda _: nn.Parameter(torch.zeros(24))),
-    "its forward is not": _set("forward", lambda f: lambda x: f(x)),
+    "its forward was replaced by another library": _set("forward", lambda f: lambda x: f(x)),
 }
 
 
@@ -250,14 +253,14 @@ def test_what_does_not_fit_is_left_alone_and_told() -> None:
         model = tiny()
         change(mlps(model)[0])
         kind = type(mlps(model)[0])
-        applied = apply_to_llama(model)
+        applied = use_fastkron(model)
         assert applied.replaced == ("model.layers.1.mlp",)
         assert list(applied.left_alone) == ["model.layers.0.mlp"]
         assert type(mlps(model)[0]) is kind
-        assert repr(applied) == "AppliedToLlama(1 replaced, 1 left alone)"
+        assert repr(applied) == "Applied(1 replaced, 1 left alone)"
         alone = mlps(model)[0]
-        with pytest.raises(ValueError, match=f"model: expected MLPs that can be replaced, of LlamaMLP.*; got it: {reason}") as raised:
-            apply_to_llama(alone)
+        with pytest.raises(ValueError, match=f"model: expected gated MLPs, .*; got it: {reason}") as raised:
+            use_fastkron(alone)
         assert applied.left_alone["model.layers.0.mlp"] in str(raised.value)
 
 
@@ -268,7 +271,7 @@ def test_tied_weights() -> None:
     second.up_proj = first.up_proj
     second.gate_proj.weight = second.up_proj.weight
     logits, gradients = logits_of(model), gradients_of(model)
-    assert not apply_to_llama(model).left_alone
+    assert not use_fastkron(model).left_alone
     assert_close_model(logits_of(model), logits)
     for name, gradient in gradients_of(model).items():
         assert_close_model(gradient, gradients[name])
@@ -276,7 +279,7 @@ def test_tied_weights() -> None:
 
 def test_a_model_that_holds_its_patch_is_copied_and_saved() -> None:
     model = tiny()
-    model.applied = apply_to_llama(model)
+    model.applied = use_fastkron(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin.applied.replaced == model.applied.replaced
         assert_close(logits_of(twin), logits_of(model))
@@ -287,13 +290,13 @@ def test_a_model_that_holds_its_patch_is_copied_and_saved() -> None:
 
 def test_bad_arguments() -> None:
     calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: apply_to_llama("model"), TypeError, "model: expected a torch.nn.Module; got str"),  # type: ignore[arg-type]
-        (lambda: revert_llama(None), TypeError, "model: expected a torch.nn.Module; got None"),  # type: ignore[arg-type]
-        (lambda: apply_to_llama(tiny(), backward="keep"), ValueError, "backward: expected one of save, recompute; got 'keep'"),
-        (lambda: apply_to_llama(tiny(), precision="low"), ValueError, "precision: expected"),
-        (lambda: apply_to_llama(nn.Linear(2, 2)), ValueError, "got torch.nn.modules.linear.Linear, which has none"),
-        (lambda: apply_to_llama(OtherMLP()), ValueError, "got it: its class OtherMLP is not among LlamaMLP"),
-        (lambda: apply_to_llama(nn.ModuleList([OtherMLP() for _ in range(5)])), ValueError, "; and 2 more"),
+        (lambda: use_fastkron("model"), TypeError, "model: expected a torch.nn.Module; got str"),  # type: ignore[arg-type]
+        (lambda: revert_fastkron(None), TypeError, "model: expected a torch.nn.Module; got None"),  # type: ignore[arg-type]
+        (lambda: use_fastkron(tiny(), backward="keep"), ValueError, "backward: expected one of save, recompute; got 'keep'"),
+        (lambda: use_fastkron(tiny(), precision="low"), ValueError, "precision: expected"),
+        (lambda: use_fastkron(nn.Linear(2, 2)), ValueError, "got torch.nn.modules.linear.Linear, which has none"),
+        (lambda: use_fastkron(OtherMLP()), ValueError, "got it: its down projection does not get up"),
+        (lambda: use_fastkron(nn.ModuleList([OtherMLP() for _ in range(5)])), ValueError, "; and 2 more"),
     ]
     for call, error, message in calls:
         with pytest.raises(error, match=message):
@@ -302,11 +305,11 @@ def test_bad_arguments() -> None:
 
 def test_a_second_time_changes_nothing() -> None:
     model = tiny()
-    with apply_to_llama(model) as first:
-        with apply_to_llama(model) as second:
+    with use_fastkron(model) as first:
+        with use_fastkron(model) as second:
             assert second.left_alone == dict.fromkeys(first.replaced, "already patched by use_fastkron")
         assert_applied(model)
-    apply_to_llama(model)
+    use_fastkron(model)
     assert_applied(model)
 
 
@@ -344,7 +347,7 @@ def test_what_comes_later_is_seen(change: str, device: torch.device) -> None:
     for backend in ("torch", "triton"):
         mlp = mlps(tiny())[0].to(device)
         plain = copy.deepcopy(mlp).double()
-        apply_to_llama(mlp)
+        use_fastkron(mlp)
         x, dy = torch.randn(2, 3, 16, device=device)
 
         def check(mlp: Any = mlp, plain: Any = plain, x: Tensor = x, dy: Tensor = dy) -> Tensor:
@@ -375,7 +378,7 @@ def test_what_comes_later_is_seen(change: str, device: torch.device) -> None:
 def test_down_projections_with_adapters_and_functional_calls() -> None:
     mlp = mlps(tiny())[0]
     plain = copy.deepcopy(mlp)
-    apply_to_llama(mlp)
+    use_fastkron(mlp)
     for m in (mlp, plain):
         m.down_proj = Adapter(m.down_proj)
     x = torch.randn(3, 16)

@@ -1,4 +1,4 @@
-"""Whatever writes or reads a checkpoint keeps every weight of a model, changed by `apply_to_llama` or not."""
+"""Whatever writes or reads a checkpoint keeps every weight of a model, changed by `use_fastkron` or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 
-from fastkron_py.integrations.transformers import apply_to_llama
+from fastkron_py.integrations.transformers import use_fastkron
 
 pytest.importorskip("transformers", reason="the extra llm is not installed")
 transformers: Any = importlib.import_module("transformers")
@@ -27,7 +27,7 @@ def tiny(seed: int, changed: bool) -> Any:
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     if changed:
-        apply_to_llama(model)
+        use_fastkron(model)
     return model
 
 

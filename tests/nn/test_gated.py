@@ -167,12 +167,12 @@ BAD: dict[str, Refusal] = {
     "bias": wrong_type(lambda: GatedMLP(2, 2, bias=1), "bias: expected True or False; got int"),  # type: ignore[arg-type]
     "activation": value(
         lambda: GatedMLP(2, 2, activation="swoosh"),
-        "activation: expected one of gelu, gelu_tanh, identity, relu, sigmoid, silu; got 'swoosh'",
+        "activation: expected one of clamped_swiglu, gelu, gelu_tanh, identity, mish, quick_gelu, relu, relu2, sigmoid, silu; got 'swoosh'",
     ),
     "activation of another kind": (
         lambda: GatedMLP(2, 2, activation=None),  # type: ignore[arg-type]
         TypeError,
-        "activation: expected one of gelu, gelu_tanh, identity, relu, sigmoid, silu; got None",
+        "activation: expected one of clamped_swiglu, gelu, gelu_tanh, identity, mish, quick_gelu, relu, relu2, sigmoid, silu; got None",
     ),
     "layout": value(lambda: GatedMLP(2, 2, layout="x"), "layout: expected one of interleaved, stacked; got 'x'"),
     "backward": value(lambda: GatedMLP(2, 2, backward="x"), "backward: expected one of save, recompute; got 'x'"),

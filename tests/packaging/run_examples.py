@@ -26,7 +26,7 @@ from fastkron_py import functional, nn
 # Made by functions, which have the examples, and records whose examples are docs/extending.md's.
 WITHOUT = {
     *("Activation", "Denominator", "DeviceFunctions"),
-    *("AppliedToLlama", "Plan", "ProcessInfo", "Solution", "TuningResult"),
+    *("Applied", "Plan", "ProcessInfo", "Solution", "TuningResult"),
     *("CollectiveError", "Convergence", "Eigh", "InvQuadLogdet", "KroneckerFunction", "MaskedKroneckerProduct", "Quantized", "SlogDet"),
 }
 

@@ -232,6 +232,65 @@ RELU: Final = Activation(
 )
 
 
+# ---- relu2: ``max(x, 0)^2`` ------------------------------------------------------------------------
+
+
+@triton.jit
+def _relu2_value(x):
+    r = _relu_value(x)
+    return r * r
+
+
+@triton.jit
+def _relu2_derivative(x):
+    return 2 * _relu_value(x)
+
+
+def _relu2_host(x: Tensor) -> Tensor:
+    return torch.nn.functional.relu(x).square()
+
+
+def _relu2_host_derivative(x: Tensor) -> Tensor:
+    return 2 * torch.nn.functional.relu(x)
+
+
+RELU2: Final = Activation(
+    "relu2", _relu2_host, _relu2_host_derivative, _relu2_value, _relu2_derivative, formula="max(x, 0)^2", allows_overlap=True
+)
+
+
+# ---- mish: ``x tanh(log(1 + exp(x)))`` -------------------------------------------------------------
+
+
+@triton.jit
+def _mish_tanh(x):
+    """``tanh(log(1 + exp(x)))``, without exponentials that overflow."""
+    e = tl.exp(-tl.abs(x))
+    n = tl.where(x < 0, e * (e + 2), 1 + 2 * e)
+    return n / (n + tl.where(x < 0, 2.0, 2 * e * e))
+
+
+@triton.jit
+def _mish_value(x):
+    return x * _mish_tanh(x)
+
+
+@triton.jit
+def _mish_derivative(x):
+    t = _mish_tanh(x)
+    return t + x * ((1 - t * t) * sigmoid(x))
+
+
+def _mish_host_derivative(x: Tensor) -> Tensor:
+    t = torch.tanh(torch.nn.functional.softplus(x))
+    return t + x * ((1 - t * t) * torch.sigmoid(x))
+
+
+MISH: Final = Activation(
+    "mish", torch.nn.functional.mish, _mish_host_derivative, _mish_value, _mish_derivative, formula="x tanh(log(1 + exp(x)))"
+)
+
+
 # ---- identity, whose gate is bilinear --------------------------------------------------------------
 
 

@@ -29,6 +29,8 @@ class Activation:
         formula: in a line of text.
         aliases: other names that `nn.GatedMLP` takes for it, as papers call a whole layer by its gate. A name comes before an alias, and an
             earlier activation's alias before a later one's.
+        up: another activation, of the other projection: the result is ``up.host(up) * host(gate)``.
+        constants: numbers. With up, all jit functions, those of up too, take them as a second argument, a tuple.
         allows_overlap: it fits programmatic dependent launch: programs of two launches share a multiprocessor's registers. For
             built-in ones only: tests see it by compiling for an H100.
     """
@@ -42,7 +44,20 @@ class Activation:
     quick_derivative: Any = None
     formula: str = ""
     aliases: tuple[str, ...] = ()
+    up: Activation | None = None
+    constants: tuple[float, ...] = ()
     allows_overlap: bool = False
+
+    def gate(self, up: Tensor, gate: Tensor) -> Tensor:
+        """The gated result, on the host."""
+        return (up if self.up is None else self.up.host(up)) * self.host(gate)
+
+    def gradients(self, dy: Tensor, up: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of up and gate, on the host."""
+        dup = dy * self.host(gate)
+        if self.up is None:
+            return dup, dy * up * self.host_derivative(gate)
+        return dup * self.up.host_derivative(up), dy * self.up.host(up) * self.host_derivative(gate)
 
     @property
     def has_device_functions(self) -> bool:
@@ -63,9 +78,27 @@ def _built_in() -> list[Activation]:
 
 
 ACTIVATIONS: Final = Registry("activation", Activation, "an Activation", _built_in)
-find_activation = ACTIVATIONS.find
 activation_names = ACTIVATIONS.names
 unregister_activation = ACTIVATIONS.unregister
+
+
+_with_constants: Final[dict[str, Activation]] = {}
+
+
+def find_activation(name: Any) -> Activation:
+    """Return the activation of this name, which may have constants: "clamped_swiglu(7, 1.702, 1)".
+
+    Raises:
+        TypeError: the name is not a string.
+        ValueError: there is none.
+    """
+    if not isinstance(name, str) or not name.startswith("clamped_swiglu("):
+        return ACTIVATIONS.find(name)
+    if name not in _with_constants:
+        from fastkron_py.gated.activations.clamped import of_name
+
+        _with_constants[name] = of_name(name)
+    return _with_constants[name]
 
 
 def register_activation(activation: Activation) -> Activation:
