@@ -140,6 +140,14 @@ def _eye(n: int, like: Tensor) -> Tensor:
     return torch.eye(n, dtype=like.dtype, device=like.device)
 
 
+def _two(fs: Sequence[Tensor]) -> Any:
+    return KroneckerProduct([_spd(f) for f in fs[:2]]) + KroneckerProduct([_spd(f) for f in fs[2:]])
+
+
+def _two_dense(fs: Sequence[Tensor]) -> Tensor:
+    return reference.kron_dense([_spd(f) for f in fs[:2]]) + reference.kron_dense([_spd(f) for f in fs[2:]])
+
+
 _READS = "reads from the factors' values whether they are Hermitian"
 _DATA = r"[Dd]ata.dependent|_local_scalar_dense|tolist|guard"
 EIGENVECTORS = {
@@ -375,6 +383,37 @@ FUNCTIONS: list[Function] = [
         lambda b, f, g: torch.linalg.matrix_exp(_sum(f / 4, g / 4)) @ b,
         (*REAL, *COMPLEX),
         slack=10,
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "(K1 + K2) @ b",
+        lambda draw: [draw(12, 6), draw(3, 3), draw(4, 4), draw(3, 3), draw(4, 4)],
+        lambda b, *fs: (KroneckerProduct(fs[:2]) - 2 * KroneckerProduct(fs[2:])) @ b,
+        lambda b, *fs: (reference.kron_dense(fs[:2]) - 2 * reference.kron_dense(fs[2:])) @ b,
+        (*REAL, *COMPLEX),
+        slack=4,
+        rows=False,
+    ),
+    Function(
+        "(K1 + K2).solve(b)",
+        lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4), draw(3, 3), draw(4, 4)],
+        lambda b, *fs: _two(fs).solve(b),
+        lambda b, *fs: torch.linalg.solve(_two_dense(fs), b),
+        (*REAL, *COMPLEX),
+        slack=10,
+        unsupported=EIGENVECTORS,
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "(K1 + K2).logdet()",
+        lambda draw: [draw(3, 3), draw(4, 4), draw(3, 3), draw(4, 4)],
+        lambda *fs: _two(fs).logdet(),
+        lambda *fs: torch.linalg.slogdet(_two_dense(fs))[1],
+        REAL,
+        slack=10,
+        unsupported={**EIGENVECTORS, "jvp": NO_JVP},
         rows=False,
         arrays=False,
     ),

@@ -118,16 +118,21 @@ class KroneckerSum(ProductOrSum):
             factors = self._on_parts(lambda factors, _: factors, autocast=True)
         return KroneckerSum([function(f) for f in factors], masses=self.masses)
 
-    def add_diagonal(self, s: Any) -> KroneckerSum:
+    def add_diagonal(self, s: Any) -> Any:
         """``S + s * I``, a Kronecker sum again; with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as Helmholtz' equation has it.
 
         Args:
-            s: number or 0-dimensional tensor.
+            s: number or 0-dimensional tensor; or a vector ``[n]`` or ``[*batch, n]``, for an `OperatorSum` of S and the diagonal matrix D,
+                without mass matrices, as Schroedinger's equation has it.
 
         Raises:
-            TypeError: s is of another type, or complex where the factors are real.
-            ValueError: s is not finite.
+            TypeError: s is of another type or dtype, or complex where the factors are real.
+            ValueError: s is not finite, or does not fit.
         """
+        if getattr(s, "ndim", 0):
+            from fastkron_py.kron.operators.operator_sum import plus_vector
+
+            return plus_vector(self, s)
         s = self._scalar(s, "s")
 
         def shifted(factors: list[Tensor], masses: list[Tensor]) -> list[Tensor]:

@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.cg import Stopping, conjugate_gradients
+from fastkron_py.kron.operators.implicit import System
 from fastkron_py.kron.operators.pencil import check_hermitian
 from fastkron_py.kron.operators.shifted import Shifted, check_real, preconditioner
 from fastkron_py.runtime.errors import value_error
@@ -124,7 +125,12 @@ class _Refuse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> NoReturn:
-        raise NotImplementedError("logdet with probes: derivatives of the first order are there, those of the second are not")
+        raise NotImplementedError("logdet: derivatives of the first order are there, those of the second are not")
+
+
+def once(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors; derivatives of the second order by them raise an error."""
+    return [_Once.apply(t) for t in tensors]  # type: ignore[no-untyped-call]
 
 
 def _constant(t: Tensor) -> Tensor:
@@ -135,6 +141,38 @@ def _constant(t: Tensor) -> Tensor:
 
 def _is_differentiated(t: Tensor) -> bool:
     return (torch.is_grad_enabled() and t.requires_grad) or forward_ad.unpack_dual(t).tangent is not None
+
+
+def _signs(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    found = torch.randint(2, tuple(shape), generator=generator, device=like.device) * 2 - 1
+    return found.to(like.dtype)
+
+
+def _sloped(value: Tensor, slope: Tensor) -> Tensor:
+    """A value with the derivatives of another."""
+    return value + slope - _constant(slope)
+
+
+def estimate_by_diagonal(system: System, parameters: Sequence[Tensor], diagonal: Tensor, probes: Probes) -> tuple[Tensor, Tensor]:
+    """``log det A`` of a Hermitian A that has no preconditioner but its diagonal ``[*batch, n]``, and its error, as `estimate`.
+
+    Raises:
+        ValueError: A is not positive definite.
+    """
+    own, scale = [_constant(t) for t in parameters], _constant(diagonal).real
+    if not bool((scale > 0).all()):
+        raise value_error("terms", "a positive definite sum for logdet", f"a diagonal element of {float(scale.min()):.3g}")
+    with torch.no_grad():
+        root = scale.rsqrt()
+        z = _signs((*scale.shape, probes.number), own[0], probes.generator)
+        trace, error = trace_of_log(lambda x: spectral.scaled(system.apply(spectral.scaled(x, root), own, False), root), z)
+        value, error = (trace + scale.double().log().sum(-1)).to(scale.dtype), error.to(scale.dtype)
+    if not any([_is_differentiated(p) for p in parameters]):
+        return value, error
+    with torch.no_grad():
+        x = conjugate_gradients(lambda x: system.apply(x, own, False), lambda r: spectral.scaled(r, 1 / scale), z, probes.stop)[0]
+    moving = once(parameters)
+    return _sloped(value, (x.conj() * system.apply(z, moving, False)).sum((-2, -1)).real / probes.number), error
 
 
 def estimate(k: Shifted, probes: Probes) -> tuple[Tensor, Tensor]:
@@ -152,8 +190,7 @@ def estimate(k: Shifted, probes: Probes) -> tuple[Tensor, Tensor]:
     n, like = near.inverse.shape[-1], k.factors[0]
     with torch.no_grad():
         shape = (*batch, n, probes.number)
-        signs = torch.randint(2, shape, generator=probes.generator, device=like.device) * 2 - 1
-        z = signs.to(like.dtype)
+        z = _signs(shape, like, probes.generator)
         root = near.inverse.sqrt()
 
         def preconditioned(x: Tensor) -> Tensor:
@@ -171,8 +208,8 @@ def estimate(k: Shifted, probes: Probes) -> tuple[Tensor, Tensor]:
         nearly = near.function()
         x = conjugate_gradients(lambda x: k.system.apply(x, own, False), nearly, z, probes.stop)[0]
         of_factors, of_diagonal = x - near.solve(z), near.diagonal() + ((x - nearly(z)).conj() * z).real.mean(-1)
-    moving = [_Once.apply(p) for p in k.parameters]  # type: ignore[no-untyped-call]
+    moving = once(k.parameters)
     values = [(r.mH @ f @ r).diagonal(dim1=-2, dim2=-1).real for r, f in zip(right, moving, strict=False)]
     slope = (algebra.kron_vectors(values) * near.inverse).sum(-1) + (of_diagonal * algebra.kron_vectors(moving[size:]).real).sum(-1)
     slope = slope + (of_factors.conj() * kron_matmul_left(moving[:size], z)).sum((-2, -1)).real / probes.number
-    return value + slope - _constant(slope), error
+    return _sloped(value, slope), error

@@ -64,8 +64,8 @@ def check_arrays(arrays: Sequence[Any], names: Sequence[str]) -> None:
 class LazyOperator:
     """A matrix ``[*batch, rows, columns]`` given by small arrays, and never built.
 
-    A subclass sets `_factors` and `_shape`, and says how it is made of other arrays (`_with`), how it multiplies (`_multiply`) and
-    how its matrix is built (`_dense`).
+    A subclass sets `_factors` and `_shape`, and says how it is made of other arrays (`_with`) and of a multiple (`_scaled`), how it
+    multiplies (`_multiply`) and how its matrix is built (`_dense`).
     One of more arrays than its factors overrides `_arrays` and `_names`. The arrays are kept as they are, so that parameters stay
     parameters and later changes of them show.
     """
@@ -224,6 +224,40 @@ class LazyOperator:
         """With arrays in memory of their own."""
         return self._each(lambda f: f.clone() if isinstance(f, Tensor) else f.copy())
 
+    # ---- sums and multiples -------------------------------------------------------------------
+
+    def _scaled(self, function: Callable[[Any], Any]) -> Self:
+        """The operator times a number, by which the function multiplies a matrix."""
+        raise NotImplementedError
+
+    def __mul__(self, scalar: Any) -> Self:
+        scalar = self._scalar(scalar)
+        return self._scaled(lambda f: f * scalar)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, scalar: Any) -> Self:
+        scalar = self._scalar(scalar)
+        if not isinstance(scalar, Tensor) and scalar == 0:
+            raise value_error("scalar", "a divisor other than 0", scalar)
+        return self._scaled(lambda f: f / scalar)
+
+    def __neg__(self) -> Self:
+        return self._scaled(lambda f: -f)
+
+    def __add__(self, other: Any) -> LazyOperator:
+        from fastkron_py.kron.operators.operator_sum import added
+
+        if not isinstance(other, LazyOperator):
+            raise type_error("other", "an operator (add_diagonal adds numbers and vectors)", type_name(other))
+        return added(self, other)
+
+    def __radd__(self, other: Any) -> LazyOperator:
+        return self if isinstance(other, int) and other == 0 else self + other  # sum() begins with 0
+
+    def __sub__(self, other: Any) -> LazyOperator:
+        return self + (-other if isinstance(other, LazyOperator) else other)
+
     # ---- how it is done -----------------------------------------------------------------------
 
     def _run(self, function: Callable[..., Any], *options: Any) -> Any:
@@ -294,33 +328,11 @@ class LazyOperator:
 
 
 class ProductOrSum(LazyOperator):
-    """What products and sums have in common: multiples of them are products and sums again, and their determinants need no options.
-
-    A subclass says how it is made of a function of some factors (`_scaled`), and gives the parts of its determinant (`_slogdet`).
-    """
-
-    def _scaled(self, function: Callable[[Any], Any]) -> Self:
-        """The operator times a number, by which the function multiplies a factor."""
-        raise NotImplementedError
+    """What products and sums have in common: determinants without options. A subclass gives their parts (`_slogdet`)."""
 
     def _slogdet(self, factors: list[Any], others: list[Any]) -> tuple[Tensor, Tensor]:
         """Sign and log of the absolute value of the determinant."""
         raise NotImplementedError
-
-    def __mul__(self, scalar: Any) -> Self:
-        scalar = self._scalar(scalar)
-        return self._scaled(lambda f: f * scalar)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, scalar: Any) -> Self:
-        scalar = self._scalar(scalar)
-        if not isinstance(scalar, Tensor) and scalar == 0:
-            raise value_error("scalar", "a divisor other than 0", scalar)
-        return self._scaled(lambda f: f / scalar)
-
-    def __neg__(self) -> Self:
-        return self._scaled(lambda f: -f)
 
     def slogdet(self) -> SlogDet:
         """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each.

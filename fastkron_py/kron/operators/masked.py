@@ -126,6 +126,9 @@ class MaskedKroneckerProduct(LazyOperator):
         """The complex conjugate; of real factors a view."""
         return MaskedKroneckerProduct(self._whole.conj(), self._rows, self._columns)
 
+    def _scaled(self, function: Callable[[Any], Any]) -> MaskedKroneckerProduct:
+        return MaskedKroneckerProduct(self._whole._scaled(function), self._rows, self._columns)
+
     @property
     def convergence(self) -> Convergence | None:
         """How the last `solve` ended, those of its backward passes included; None before."""

@@ -180,6 +180,10 @@ class KroneckerFunction(LazyOperator):
         f = self._f
         return KroneckerFunction(self._each(lambda a: a.conj())._factors, lambda v: f(v).conj(), self._shape)
 
+    def _scaled(self, function: Callable[[Any], Any]) -> KroneckerFunction:
+        f = self._f
+        return KroneckerFunction(self._factors, lambda v: function(f(v)), self._shape)
+
     def __repr__(self) -> str:
         return f"KroneckerFunction(shape={self._shape}, dtype={self.dtype}, device={self.device})"
 

@@ -39,6 +39,25 @@ class _Iterative(NamedTuple):
     preconditioner: bool | Callable[[Tensor], Tensor]
 
 
+def iterative_options(
+    operator: LazyOperator, tolerance: Any, max_iterations: Any, preconditioner: Any, progress: Any
+) -> tuple[Stopping, bool | Callable[[Tensor], Tensor]]:
+    """The options of a solve by iterations, checked: when it stops, and the preconditioner."""
+    stop = stopping(tolerance, max_iterations, progress, _torch_dtype(operator.dtype))
+    if not callable(preconditioner) and not isinstance(preconditioner, bool):
+        raise type_error("preconditioner", "True, False or a function", type_name(preconditioner))
+    return stop, preconditioner
+
+
+def probes_of(operator: LazyOperator, count: Any, generator: Any, stop: Stopping | None = None) -> Probes | None:
+    """The options of an estimate, checked; None where there is none."""
+    if count is None:
+        return None
+    if check_integer("probes", count, "an integer or None") < 1:
+        raise value_error("probes", "1 or more", count)
+    return Probes(int(count), generator, stop or stopping(None, 1000, None, _torch_dtype(operator.dtype)))
+
+
 class KroneckerPlusDiagonal(LazyOperator):
     """``A = K + D`` of a square Kronecker product K and a diagonal D; made by `KroneckerProduct.add_diagonal`.
 
@@ -88,6 +107,16 @@ class KroneckerPlusDiagonal(LazyOperator):
         number = self._number.conjugate() if isinstance(self._number, complex) else self._number
         found = self._each(lambda a: a.conj())
         return KroneckerPlusDiagonal(found._factors, found._diagonals, self._form, number, self._shape)
+
+    def _scaled(self, function: Callable[[Any], Any]) -> KroneckerPlusDiagonal:
+        """A function of the first matrix and of D, or of D's first factor."""
+        first = [is_identity(f) for f in self._factors].index(False)
+        factors = [*self._factors[:first], function(self._factors[first]), *self._factors[first + 1 :]]
+        diagonals, number = [*map(function, self._diagonals[:1]), *self._diagonals[1:]], self._number
+        if number is not None:
+            number = function(number)
+            diagonals, number = ([number.to(self.device, self.dtype)], None) if isinstance(number, Tensor) else ([], number)
+        return KroneckerPlusDiagonal(factors, diagonals, self._form, number, self._shape)
 
     def _on_shifted(self, function: Callable[..., Any], *extra: Any, **options: Any) -> Any:
         """The result of a function of `Shifted` and of other arrays as tensors; options are those of `_on_parts`."""
@@ -177,18 +206,12 @@ class KroneckerPlusDiagonal(LazyOperator):
             >>> A.convergence.converged
             True
         """
-        iterative = self._iterative(mask, tolerance, max_iterations, preconditioner, progress)
+        options = iterative_options(self, tolerance, max_iterations, preconditioner, progress)
+        iterative = _Iterative(None if mask is None else self._mask(mask), *options)
         whole, direct = mask is None, mask is None and self._form == EQUAL
         return self._on_shifted(
             lambda k, b: self._solve(k, b, iterative, self._basis(k) if whole else None), b, names=["b"], identities=direct
         )
-
-    def _iterative(self, mask: Any, tolerance: Any, max_iterations: Any, preconditioner: Any, progress: Any) -> _Iterative:
-        """The options of `solve`, checked."""
-        stop = stopping(tolerance, max_iterations, progress, _torch_dtype(self.dtype))
-        if not callable(preconditioner) and not isinstance(preconditioner, bool):
-            raise type_error("preconditioner", "True, False or a function", type_name(preconditioner))
-        return _Iterative(None if mask is None else self._mask(mask), stop, preconditioner)
 
     def _basis(self, k: Shifted) -> Basis | None:
         """The eigenvectors that make A diagonal, if any do."""
@@ -240,13 +263,6 @@ class KroneckerPlusDiagonal(LazyOperator):
             raise value_error("probes", expected, f"None for shape {self._shape}")
         return shifted.slogdet(k, basis)
 
-    def _probes(self, count: Any, generator: Any, stop: Stopping) -> Probes | None:
-        if count is None:
-            return None
-        if check_integer("probes", count, "an integer or None") < 1:
-            raise value_error("probes", "1 or more", count)
-        return Probes(int(count), generator, stop)
-
     def logdet(self, *, probes: int | None = None, generator: torch.Generator | None = None) -> Any:
         """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
 
@@ -264,7 +280,7 @@ class KroneckerPlusDiagonal(LazyOperator):
                 probes are given, or in an estimate ``K + D`` is not Hermitian and positive definite.
             torch.linalg.LinAlgError: in second derivatives, a factor has nearly dependent eigenvectors.
         """
-        given = self._probes(probes, generator, stopping(None, 1000, None, _torch_dtype(self.dtype)))
+        given = probes_of(self, probes, generator)
         return self._on_shifted(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k), given)), identities=self._form == EQUAL)
 
     def inv_quad_logdet(
@@ -297,8 +313,8 @@ class KroneckerPlusDiagonal(LazyOperator):
             >>> A = KroneckerProduct([torch.eye(4), torch.eye(5)]).add_diagonal(1.0)
             >>> quadratic, logdet = A.inv_quad_logdet(torch.ones(20))
         """
-        iterative = self._iterative(None, tolerance, max_iterations, preconditioner, progress)
-        given = self._probes(probes, generator, iterative.stop)
+        iterative = _Iterative(None, *iterative_options(self, tolerance, max_iterations, preconditioner, progress))
+        given = probes_of(self, probes, generator, iterative.stop)
 
         def both(k: Shifted, b: Tensor) -> tuple[Tensor, Tensor]:
             basis = self._basis(k)

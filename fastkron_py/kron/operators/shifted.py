@@ -255,7 +255,7 @@ class IterativeSystem:
     """``A = K + D``, or with a mask M ``M (K + D) M + (I - M)``, solved by conjugate gradients; parameters are those of `Shifted`.
 
     Attributes:
-        product: ``K + D``.
+        product: ``K + D``, or another matrix.
         stop: when to stop.
         mask: bool ``[*batch, n, 1]`` or None.
         preconditioner: a function of a residual; None takes the constants of a solve, `Preconditioner.tensors`, if there are any.
@@ -263,7 +263,7 @@ class IterativeSystem:
         inner: products of columns.
     """
 
-    product: spectral.ProductSystem
+    product: spectral.SumSystem
     stop: Stopping
     mask: Tensor | None
     preconditioner: Callable[[Tensor], Tensor] | None

@@ -39,9 +39,11 @@ _METHODS: Final[dict[Any, str]] = {
     torch.mul: "__mul__",
     Tensor.mul: "__mul__",
     Tensor.__mul__: "__mul__",
+    torch.add: "__add__",
+    torch.sub: "__sub__",
     torch.linalg.inv: "inverse",
     # torch.export(strict=True) leaves Python's operators as they are.
-    **{function: f"__{function.__name__}__" for function in (operator.matmul, operator.mul, operator.truediv)},
+    **{function: f"__{function.__name__}__" for function in (operator.matmul, operator.mul, operator.truediv, operator.add, operator.sub)},
     **{getattr(module, name): name for name in _SAME_NAME for module in (torch, torch.linalg) if hasattr(module, name)},
 }
 _REFLECTED: Final = {"__matmul__": "__rmatmul__", "__mul__": "__rmul__"}

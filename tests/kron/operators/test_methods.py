@@ -99,6 +99,23 @@ def shifted(diagonal: Callable[..., Any], *shapes: tuple[int, ...], has_spectrum
     return Operator([(2, 2), (2, 3, 3), *shapes], made, dense, "square regular shifted" + " spectrum" * has_spectrum, len(shapes))
 
 
+def several(of: Callable[[Tensor], Tensor], count: int, *more: tuple[int, ...]) -> Operator:
+    """A number of products [6, 6], or two less half the other, or two plus the diagonal that a last tensor makes."""
+    shapes = [(2, 2), (2, 3, 3), *[(2, 2), (3, 3)] * (count - 1), *more]
+
+    def made(*given: Tensor) -> Any:
+        a, *rest = [KroneckerProduct([of(f), of(g)]) for f, g in zip(given[: 2 * count : 2], given[1 : 2 * count : 2], strict=True)]
+        found = a - rest[0] / 2 if count == 2 and not more else sum(rest, start=a)
+        return found.add_diagonal(positive(given[-1], given[0])) if more else found
+
+    def dense(*given: Tensor) -> Tensor:
+        a, *rest = [kron_dense([of(f), of(g)]) for f, g in zip(given[: 2 * count : 2], given[1 : 2 * count : 2], strict=True)]
+        found = a - rest[0] / 2 if count == 2 and not more else sum(rest, start=a)
+        return found + torch.diag(positive(given[-1], given[0])) if more else found
+
+    return Operator(shapes, made, dense, "square regular terms", len(more))
+
+
 def _own(f: Tensor, s: Tensor) -> Tensor:
     return positive(s, f)
 
@@ -133,6 +150,11 @@ OPERATORS = {
     "plus an operator": shifted(lambda f, s, t: KroneckerProduct([torch.diag(positive(s, f)), torch.diag(positive(t, f))]), (2,), (3,)),
     "plus a vector": shifted(_own, (6,)),
     "plus vectors": shifted(_own, (2, 6)),
+    "pencil": several(definite, 2),
+    "general pencil": several(general, 2),
+    "three definite products": several(definite, 3),
+    "three general products": several(general, 3),
+    "products plus a vector": several(definite, 2, (6,)),
     "masked": Operator(
         [(2, 2), (3, 3)],
         lambda f, g: KroneckerProduct([definite(f), definite(g)]).masked(rows=INDEX, columns=INDEX),
@@ -176,9 +198,10 @@ METHODS = {
     "to_dense": Method(lambda a, x, y: a.to_dense(), lambda d, x, y: d),
     "diagonal": Method(lambda a, x, y: a.diagonal(), lambda d, x, y: d.diagonal(dim1=-2, dim2=-1)),
     "conj": Method(lambda a, x, y: a.conj().to_dense(), lambda d, x, y: d.conj().resolve_conj(), "product"),
-    "scaled": Method(lambda a, x, y: (-2 * a / 3).to_dense(), lambda d, x, y: -2 * d / 3, "product|sum"),
-    "scaled by a tensor": Method(lambda a, x, y: (x[0, 0].real * a) @ x, lambda d, x, y: x[0, 0].real * d @ x, "product"),
-    "negative": Method(lambda a, x, y: (-a).to_dense(), lambda d, x, y: -d, "product|sum"),
+    "scaled": Method(lambda a, x, y: (-2 * a / 3).to_dense(), lambda d, x, y: -2 * d / 3),
+    "scaled by a tensor": Method(lambda a, x, y: (x[0, 0].real * a) @ x, lambda d, x, y: x[0, 0].real * d @ x),
+    "negative": Method(lambda a, x, y: (-a).to_dense(), lambda d, x, y: -d),
+    "plus itself": Method(lambda a, x, y: torch.add(a, 2 * a) @ x, lambda d, x, y: 3 * d @ x),
     "A @ A": Method(lambda a, x, y: (a @ a.mT).to_dense(), lambda d, x, y: d @ d.mT, "product"),
     "norm": Method(lambda a, x, y: a.norm(), lambda d, x, y: torch.linalg.matrix_norm(d), "product"),
     "trace": Method(lambda a, x, y: a.trace(), lambda d, x, y: d.diagonal(dim1=-2, dim2=-1).sum(-1), "regular"),
@@ -240,7 +263,9 @@ def test_values(name: str, dtype: torch.dtype) -> None:
         near(_solved(a, x), torch.linalg.inv(dense) @ x)
 
 
-@pytest.mark.filterwarnings("ignore:conjugate gradients:RuntimeWarning")  # residuals of differences, near rounding
+@pytest.mark.filterwarnings(
+    "ignore:GMRES:RuntimeWarning", "ignore:conjugate gradients:RuntimeWarning"
+)  # residuals of differences, near rounding
 @pytest.mark.parametrize("name", OPERATORS)
 def test_gradients(name: str, dtype: torch.dtype) -> None:
     """With respect to x and all tensors, of random projections of all methods' results."""
@@ -266,7 +291,7 @@ def test_gradients(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["product", "definite product", "identities", "sum", "sum with masses", "plus a number", "plus a vector", "masked"]
+    "name", ["product", "definite product", "identities", "sum", "sum with masses", "plus a number", "plus a vector", "masked", "pencil"]
 )
 def test_arrays(name: str) -> None:
     operator = OPERATORS[name]
@@ -283,6 +308,8 @@ def test_arrays(name: str) -> None:
 
 def _of_arrays(a: Any) -> Any:
     """The same operator of NumPy's arrays."""
+    if hasattr(a, "terms"):
+        return sum(map(_of_arrays, a.terms))
     factors = [f if isinstance(f, int) else f.numpy() for f in a.factors]
     if isinstance(a, KroneckerSum):
         return KroneckerSum(factors, masses=a.masses and [m.numpy() for m in a.masses])
