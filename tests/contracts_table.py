@@ -148,6 +148,18 @@ def _two_dense(fs: Sequence[Tensor]) -> Tensor:
     return reference.kron_dense([_spd(f) for f in fs[:2]]) + reference.kron_dense([_spd(f) for f in fs[2:]])
 
 
+KEPT = [0, 1, 3, 4, 6, 9, 10, 11]
+
+
+def _gaps(k: KroneckerProduct) -> Any:
+    return k.masked(rows=KEPT, columns=KEPT).add_diagonal(0.5)
+
+
+def _density(b: Tensor, a: Tensor) -> Tensor:
+    return b @ torch.linalg.solve(a, b) + torch.linalg.slogdet(a)[1]
+
+
+_CHECKED = "checks the points when the operator is made"
 _READS = "reads from the factors' values whether they are Hermitian"
 _DATA = r"[Dd]ata.dependent|_local_scalar_dense|tolist|guard"
 EIGENVECTORS = {
@@ -414,6 +426,21 @@ FUNCTIONS: list[Function] = [
         REAL,
         slack=10,
         unsupported={**EIGENVECTORS, "jvp": NO_JVP},
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "KroneckerProduct(factors).masked(rows=, columns=).add_diagonal(s).inv_quad_logdet(b)",
+        lambda draw: [draw(8), draw(3, 3), draw(4, 4)],
+        lambda b, f, g: sum(_gaps(KroneckerProduct([_spd(f), _spd(g)])).inv_quad_logdet(b)),
+        lambda b, f, g: _density(b, (reference.kron_dense([_spd(f), _spd(g)]) + 0.5 * _eye(12, f))[KEPT][:, KEPT]),
+        REAL,
+        slack=10,
+        unsupported={
+            **{c: Unsupported(_CHECKED, Exception, _DATA) for c in ("compile", "export", "export, strict", "fake tensors")},
+            "meta tensors": Unsupported(_CHECKED, RuntimeError, "meta tensors"),
+            "default device": Unsupported("indices in a list are read where tensors are made by default", TypeError, "rows: expected"),
+        },
         rows=False,
         arrays=False,
     ),

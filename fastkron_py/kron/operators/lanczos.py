@@ -22,11 +22,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastkron_py.kron.api import kron_matmul_left
+from fastkron_py.kron.checks import is_identity
+from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.cg import Stopping, conjugate_gradients
 from fastkron_py.kron.operators.implicit import System
 from fastkron_py.kron.operators.pencil import check_hermitian
-from fastkron_py.kron.operators.shifted import Shifted, check_real, preconditioner
+from fastkron_py.kron.operators.shifted import VECTOR, Shifted, check_real, preconditioner, slogdet, solve_directly
+from fastkron_py.kron.points import Points, gathered, scattered
 from fastkron_py.runtime.errors import value_error
 
 _LOOKS: Final = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # numbers of steps after which the estimate is looked at
@@ -213,3 +216,49 @@ def estimate(k: Shifted, probes: Probes) -> tuple[Tensor, Tensor]:
     slope = (algebra.kron_vectors(values) * near.inverse).sum(-1) + (of_diagonal * algebra.kron_vectors(moving[size:]).real).sum(-1)
     slope = slope + (of_factors.conj() * kron_matmul_left(moving[:size], z)).sum((-2, -1)).real / probes.number
     return _sloped(value, slope), error
+
+
+def estimate_of_points(k: Shifted, points: Points, probes: Probes) -> tuple[Tensor, Tensor]:
+    """``log det A_oo`` of some points o of ``A = K + D``, and its error, as `estimate`.
+
+    With u the other points, ``log det A_oo = log det A + log det (A^-1)_uu``, and ``A^-1`` goes by eigenvectors if elements of D are equal.
+    Of others it is `estimate` with a huge D at u, as if these had been measured without knowing more.
+
+    Raises:
+        ValueError: a factor is not Hermitian, D not real, or A not positive definite.
+    """
+    others = (~points.is_kept).nonzero()[:, 0]
+    if k.form == VECTOR:
+        scale = algebra.diagonal(k.factors).detach().real.abs().amax()
+        huge = scale * torch.finfo(scale.dtype).eps ** -0.75
+        far = k._replace(diagonals=[torch.where(points.is_kept, k.diagonals[0], huge.to(k.diagonals[0].dtype))])
+        value, error = estimate(far, probes)
+        unknown = others.numel() / 2 * scale / huge  # a point adds log(huge + variance), of a variance from 0 to scale
+        return value - others.numel() * huge.log() - unknown, torch.hypot(error, unknown)
+    check_hermitian(algebra.matrices(k.factors), "logdet with probes")
+    check_real(k.diagonals, "logdet with probes")
+    basis, of_whole = k.basis(), slogdet(k, k.basis())[1]
+    if not others.numel():
+        return of_whole, torch.zeros_like(of_whole)
+    own = k._replace(factors=[f if is_identity(f) else _constant(f) for f in k.factors], diagonals=[_constant(d) for d in k.diagonals])
+    least, left_out = own.values(basis).real.amin(-1), Points.of(others, points.is_kept.shape[0])
+    if not bool((least > 0).all()):
+        raise value_error(
+            "factors, s", "a positive definite K + diag(s) for logdet with probes", f"an eigenvalue of {float(least.min()):.3g}"
+        )
+    like, columns = algebra.matrices(k.factors)[0], Columns.of(k.factors)
+
+    def solve(x: Tensor) -> Tensor:
+        return solve_directly(own, scattered(x, left_out, -2), basis)
+
+    with torch.no_grad():
+        z = _signs((*of_whole.shape, others.numel(), probes.number), like, probes.generator)
+        trace, error = trace_of_log(lambda x: spectral.scaled(gathered(solve(x), left_out, -2), least.unsqueeze(-1)), z)
+        value = of_whole.detach() + (trace - others.numel() * least.double().log()).to(of_whole.dtype)
+    if not any([_is_differentiated(p) for p in k.parameters]):
+        return value, error.to(value.dtype)
+    with torch.no_grad():
+        w = conjugate_gradients(lambda x: gathered(solve(x), left_out, -2), lambda r: r.clone(), z, probes.stop)[0]
+        p, q = columns.pack(solve(w)), columns.pack(solve(z))
+    slope = (p.conj() * k.system.apply(q, once(k.parameters), False)).sum((-2, -1)).real / probes.number
+    return _sloped(value, _sloped(of_whole, -slope)), error.to(value.dtype)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.kron.checks import right_hand_side
 from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.cg import Convergence
-from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
-from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
+from fastkron_py.kron.operators.lanczos import Probes, estimate_of_points
+from fastkron_py.kron.operators.lazy import DENSE_LIMIT, LazyOperator, check_arrays
+from fastkron_py.kron.operators.plus_diagonal import InvQuadLogdet, KroneckerPlusDiagonal, iterative_options, probes_of
+from fastkron_py.kron.operators.shifted import EQUAL
 from fastkron_py.kron.points import Points, gathered, scattered
 from fastkron_py.runtime.arrays import find_bridge, plain_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -87,6 +91,7 @@ class MaskedKroneckerProduct(LazyOperator):
     Attributes:
         rows: int64 indices ``[m]`` of K's rows; None for all.
         columns: int64 indices of K's columns; None for all.
+        standard_error: of the last determinant that was estimated, ``[*batch]``; None before.
     """
 
     def __init__(self, whole: LazyOperator, rows: Points | None, columns: Points | None) -> None:
@@ -99,6 +104,7 @@ class MaskedKroneckerProduct(LazyOperator):
         *batch, p, q = whole.shape
         self._shape = (*batch, p if self.rows is None else self.rows.shape[0], q if self.columns is None else self.columns.shape[0])
         self._solver: KroneckerPlusDiagonal | None = None
+        self.standard_error: Any = None
 
     # ---- properties --------------------------------------------------------------------------
 
@@ -182,6 +188,12 @@ class MaskedKroneckerProduct(LazyOperator):
         count = min(self._shape[-2:])
         return self._elements(rows[:count], columns[:count])
 
+    def trace(self) -> Any:
+        """The sum of the diagonal, ``[*batch]``."""
+        if self._shape[-1] != self._shape[-2]:
+            raise value_error("rows, columns", "as many of each for trace", f"shape {self._shape}")
+        return self.diagonal().sum(-1)
+
     def _points(self, what: str) -> Points:
         """Rows and columns, which have to be the same points."""
         rows, columns = self.rows, self.columns
@@ -260,19 +272,16 @@ class MaskedKroneckerProduct(LazyOperator):
             >>> A = KroneckerProduct([line, line]).masked(rows=measured, columns=measured).add_diagonal(0.1)
             >>> y = A.solve(torch.ones(A.shape[-1]))
         """
-        points = self._points("solve")
-        own = preconditioner
+        points, own = self._points("solve"), preconditioner
         if callable(preconditioner):
 
             def own(r: Tensor) -> Tensor:
                 return scattered(preconditioner(gathered(r, points, -2)), points, -2)
 
-        def solve(t: list[Any]) -> Tensor:
-            *arrays, b = t
+        def solve(same: MaskedKroneckerProduct, points: Points, b: Tensor) -> Tensor:
             _check_points(b, -1 if b.ndim == 1 else -2, self._shape[-1], "b")
             b, vector = right_hand_side(b, self._shape[-1], self._shape[:-2])
-            whole: Any = self._whole._with(arrays)
-            self._solver = solver = whole if isinstance(whole, KroneckerPlusDiagonal) else whole.add_diagonal(0.0)
+            self._solver = solver = same._plus()
             options = {
                 "mask": points.is_kept,
                 "tolerance": tolerance,
@@ -283,4 +292,126 @@ class MaskedKroneckerProduct(LazyOperator):
             x = gathered(solver.solve(scattered(b, points, -2), **options), points, -2)
             return x.squeeze(-1) if vector else x
 
-        return self._on_tensors(solve, [*self._arrays, b], [*self._names, "b"], autocast=False)
+        return self._on_same(solve, "solve", b)
+
+    def slogdet(self) -> algebra.SlogDet:
+        """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each; see `logdet`."""
+        return algebra.SlogDet(*self._on_same(lambda same, points: same._slogdet(points, None, self._note), "a determinant"))
+
+    def logdet(self, *, probes: int | None = None, generator: torch.Generator | None = None) -> Any:
+        """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
+
+        Of the dense matrix up to 2**26 elements, or as an estimate with derivatives of the first order; `standard_error` tells its error.
+        With equal elements of D the determinant of the whole grid is exact, and what the points that are left out change is estimated by
+        stochastic Lanczos quadrature (Ubaru, Chen and Saad, 2017). That takes few steps where they are scattered.
+
+        Args:
+            probes: of the estimate: the number of random vectors, whose error falls with its square root.
+            generator: of the random vectors.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors, or probes are no integer.
+            ValueError: rows and columns that are not the same points, a factor that is not square, more than 2**26 elements and no
+                probes, or in an estimate factors that are not Hermitian or a whole matrix that is not positive definite.
+        """
+        given = probes_of(self, probes, generator)
+        return self._on_same(lambda same, points: algebra.log_of(*same._slogdet(points, given, self._note)), "a determinant")
+
+    def inv_quad_logdet(
+        self,
+        b: Any,
+        *,
+        tolerance: Any = None,
+        max_iterations: int = 1000,
+        preconditioner: bool | Callable[[Tensor], Tensor] = True,
+        progress: Callable[[int, Any], Any] | None = None,
+        probes: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> InvQuadLogdet:
+        """``sum(conj(b) * A^-1 b)`` and ``log det A``, the terms of the likelihood of a grid with missing values.
+
+        By a Cholesky factor up to 2**26 elements, or with probes by `solve` and the estimate of `logdet`.
+
+        Args:
+            b: ``[m]``, or ``[*batch, m, M]``, whose columns are summed over.
+            tolerance: as `solve`, with probes alone.
+            max_iterations: as `solve`.
+            preconditioner: as `solve`.
+            progress: as `solve`.
+            probes: as `logdet`.
+            generator: as `logdet`.
+
+        Raises:
+            TypeError: as `solve` and `logdet`.
+            ValueError: as `solve` and `logdet`, or A is not positive definite.
+        """
+        stop, _ = iterative_options(self, tolerance, max_iterations, preconditioner, progress)
+        given = probes_of(self, probes, generator, stop)
+
+        def both(same: MaskedKroneckerProduct, points: Points, b: Tensor) -> tuple[Tensor, Tensor]:
+            _check_points(b, -1 if b.ndim == 1 else -2, self._shape[-1], "b")
+            columns, _ = right_hand_side(b, self._shape[-1], self._shape[:-2])
+            if given is None:
+                same._check_size()
+                try:
+                    lower = torch.linalg.cholesky(same._dense())
+                except LinAlgError:
+                    raise value_error("factors, s", "a positive definite matrix", "one that has no Cholesky factor") from None
+                half = torch.linalg.solve_triangular(lower, columns, upper=False)
+                logdet = 2 * lower.diagonal(dim1=-2, dim2=-1).real.log().sum(-1)
+                return (half.abs() ** 2).sum((-2, -1)), logdet
+            options = {"tolerance": tolerance, "max_iterations": max_iterations, "preconditioner": preconditioner, "progress": progress}
+            total = (columns.conj() * same.solve(columns, **options)).sum((-2, -1))
+            self._solver = same._solver
+            return total.real if total.is_complex() else total, same._slogdet(points, given, self._note)[1]
+
+        return InvQuadLogdet(*self._on_same(both, "inv_quad_logdet", b))
+
+    def sample(self, sample_shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
+        """Normal vectors of mean 0 and covariance A: points of those of the whole grid, as `KroneckerPlusDiagonal.sample`.
+
+        Args:
+            sample_shape: of independent samples.
+            generator: of the random numbers.
+
+        Returns:
+            ``[*sample_shape, *batch, m]``.
+
+        Raises:
+            TypeError: as there.
+            ValueError: as there, or rows and columns that are not the same points.
+        """
+        return self._on_same(lambda same, points: gathered(same._plus().sample(sample_shape, generator=generator), points, -1), "sample")
+
+    def _on_same(self, function: Callable[..., Any], what: str, *extra: Any) -> Any:
+        """The result of a function of the same operator of tensors, its points, and further arrays as tensors; without autocast."""
+        points, count = self._points(what), len(self._arrays)
+
+        def of(t: list[Any]) -> Any:
+            return function(self._with(t[:count]), points, *t[count:])
+
+        return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *["b"] * len(extra)], autocast=False)
+
+    def _plus(self) -> KroneckerPlusDiagonal:
+        """The whole matrix, as a product plus a diagonal."""
+        whole: Any = self._whole
+        found: KroneckerPlusDiagonal = whole if isinstance(whole, KroneckerPlusDiagonal) else whole.add_diagonal(0.0)
+        return found
+
+    def _note(self, error: Tensor) -> None:
+        self.standard_error = error if isinstance(self._first[1], Tensor) else error.cpu().numpy()
+
+    def _check_size(self) -> None:
+        algebra.check_linalg_dtype(self._arrays, "a determinant")
+        if math.prod(self._shape) > DENSE_LIMIT:
+            expected = f"a number of probe vectors, such as 32: matrices of some points are factorized up to {DENSE_LIMIT} elements in all"
+            raise value_error("probes", expected, f"None for shape {self._shape}")
+
+    def _slogdet(self, points: Points, probes: Probes | None, note: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
+        if probes is None:
+            self._check_size()
+            found = torch.linalg.slogdet(self._dense())
+            return found.sign, found.logabsdet
+        value, error = self._plus()._on_shifted(lambda k: estimate_of_points(k, points, probes), identities=self._plus()._form == EQUAL)
+        note(error)
+        return torch.ones_like(value, dtype=self.dtype), value

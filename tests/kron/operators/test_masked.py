@@ -193,3 +193,119 @@ def test_masks_of_any_array(device):
         assert torch.equal(a.solve(b, mask=mask), a.solve(b, mask=torch.from_numpy(kept.copy())))
     with pytest.raises(TypeError, match="rows: expected a bool mask or indices"):
         k.masked(rows=np.array([None, 1], dtype=object))
+
+
+# ---- likelihoods of grids with missing values ------------------------------------------------------------------------------------
+
+
+def process(noise: str, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Factors of a Gaussian process' covariance [960, 960], a mask with 30% missing, and noise of each point that is kept, or one."""
+    torch.manual_seed(0)
+    lines = [torch.linspace(0, 1, n, dtype=torch.float64) for n in (32, 30)]
+    factors = [torch.exp(-8 * (x - x[:, None]) ** 2) for x in lines]
+    kept = torch.rand(960) < 0.7
+    s = torch.full((1,), 0.02) if noise == "number" else 0.02 + 0.05 * torch.rand(int(kept.sum()))
+    if dtype.is_complex:
+        phases = [torch.polar(torch.ones(n, dtype=torch.float64), torch.rand(n, dtype=torch.float64)) for n in (32, 30)]
+        factors = [p[:, None] * f * p.conj() for p, f in zip(phases, factors, strict=True)]
+    return [f.to(dtype) for f in factors], kept, s.to(dtype)
+
+
+@pytest.mark.parametrize("noise", ["number", "vector"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.float32], ids=str)
+def test_estimated_likelihoods(noise: str, dtype: torch.dtype) -> None:
+    """The estimate within four of its errors of the exact value, with the exact derivatives but for chance; the same with the same seed."""
+    factors, kept, s = process(noise, dtype)
+    b = torch.randn(int(kept.sum()), dtype=torch.float64).to(dtype)
+
+    def terms(probes: int | None, *tensors: torch.Tensor) -> tuple[Any, Any]:
+        a = KroneckerProduct(tensors[:2]).masked(rows=kept, columns=kept).add_diagonal(tensors[2])
+        found = a.inv_quad_logdet(b, probes=probes, generator=torch.Generator().manual_seed(0) if probes else None, tolerance=1e-3)
+        return a, found
+
+    given = [t.requires_grad_() for t in (*factors, s)]
+    (_, exact), (a, found) = terms(None, *given), terms(64, *given)
+    assert found.logdet.dtype == dtype.to_real()
+    assert abs(float((found.logdet - exact.logdet).detach())) < 4 * float(a.standard_error) + 1e-5 * abs(float(exact.logdet.detach()))
+    assert float(a.standard_error) < (1 if noise == "number" else 20)
+    assert float(found.inv_quad.detach()) == pytest.approx(float(exact.inv_quad.detach()), rel=1e-3)
+    assert torch.equal(terms(64, *given)[1].logdet, found.logdet)
+    if dtype == torch.float32:
+        return
+    scale = float((given[0].detach().conj() * torch.autograd.grad(exact.logdet, given[0], retain_graph=True)[0]).sum().real.abs())
+    for t, mine, theirs in zip(given, torch.autograd.grad(found.logdet, given), torch.autograd.grad(exact.logdet, given), strict=True):
+        along = ((mine - theirs) * t.detach().conj()).sum().real  # as of a variance: single elements have more of the error
+        assert abs(float(along)) < (0.01 if noise == "number" else 0.1) * scale
+    found = terms(64, *given)[1]
+    (first,) = torch.autograd.grad(found.logdet, given[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="logdet: derivatives of the first order are there"):
+        torch.autograd.grad(first.real.sum(), given[0])
+
+
+def test_estimates_of_batches_identities_and_arrays() -> None:
+    f, g = torch.stack([definite(8), definite(8)]), definite(5)
+    index = torch.randperm(120)[:90]
+    s = torch.tensor([[0.5], [1.5]], dtype=torch.float64)
+    a = KroneckerProduct([f, 3, g]).masked(rows=index, columns=index).add_diagonal(s)
+    exact = torch.logdet(a.to_dense())
+    found = a.logdet(probes=256, generator=torch.Generator().manual_seed(0))
+    assert found.shape == a.standard_error.shape == (2,)
+    assert ((found - exact).abs() < 4 * a.standard_error).all()
+    assert (a.standard_error < 0.01 * exact).all()
+    arrays = KroneckerProduct([f.numpy(), 3, g.numpy()]).masked(rows=index.numpy(), columns=index.numpy()).add_diagonal(s.numpy())
+    of_arrays = arrays.logdet(probes=256, generator=torch.Generator().manual_seed(0))
+    assert isinstance(of_arrays, np.ndarray)
+    assert isinstance(arrays.standard_error, np.ndarray)
+    assert np.array_equal(of_arrays, found.numpy())
+    everything = KroneckerProduct([f[0], g]).masked(rows=range(40), columns=range(40)).add_diagonal(0.5)
+    assert_close(everything.logdet(probes=2), torch.logdet(everything.to_dense()), rms_tol=1e-12, max_tol=1e-12)
+    assert float(everything.standard_error) == 0
+    one = KroneckerProduct([torch.tensor([[2.0]])]).masked(rows=[0], columns=[0]).add_diagonal(1.0)
+    assert one.logdet() == one.logdet(probes=1) == pytest.approx(np.log(3))
+
+
+def test_samples_have_the_covariance() -> None:
+    """100,000 samples: an element of their covariance errs by about 1/300 of the largest, and 5 times that is allowed."""
+    for added in (0.0, 0.3, torch.rand(4, dtype=torch.float64)):
+        index = torch.tensor([4, 0, 3, 5])
+        a = KroneckerProduct([definite(3), definite(2)]).masked(rows=index, columns=index).add_diagonal(added)
+        x = a.sample((1000, 100), generator=torch.Generator().manual_seed(0)).flatten(0, 1)
+        assert x.shape == (100_000, 4)
+        assert (x.mT @ x / len(x) - a.to_dense()).abs().max() < 5 / 300 * a.to_dense().abs().max()
+    assert isinstance(KroneckerProduct([np.eye(3)]).masked(rows=[0, 2], columns=[0, 2]).sample((2,)), np.ndarray)
+
+
+LIKELIHOODS_NOT_OF: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: _masked().inv_quad_logdet(torch.ones(4).double()), ValueError, "b: expected dimension -1 of size 3"),
+    (lambda: _masked().add_diagonal(-9.0).inv_quad_logdet(torch.ones(3).double()), ValueError, "factors, s: expected a positive definite"),
+    (
+        lambda: _masked().add_diagonal(-9.0).logdet(probes=3),
+        ValueError,
+        "factors, s: expected a positive definite .*; got an eigenvalue of",
+    ),
+    (lambda: _masked().logdet(probes=0), ValueError, "probes: expected 1 or more; got 0"),
+    (lambda: _masked().logdet(probes=1.5), TypeError, "probes: expected an integer or None; got float"),
+    (lambda: _masked().to(torch.float16).logdet(), TypeError, "factors: expected a dtype among"),
+    (
+        lambda: KroneckerProduct([torch.eye(3)]).masked(rows=[0], columns=[1]).logdet(),
+        ValueError,
+        "rows, columns: expected the same points",
+    ),
+    (lambda: KroneckerProduct([torch.eye(3)]).masked(rows=[0]).trace(), ValueError, "rows, columns: expected as many of each"),
+    (
+        lambda: KroneckerProduct([torch.eye(100)] * 2).masked(rows=range(9000), columns=range(9000)).logdet(),
+        ValueError,
+        r"probes: expected a number of probe vectors.*got None for shape \(9000, 9000\)",
+    ),
+    (
+        lambda: KroneckerProduct([torch.randn(3, 3)]).masked(rows=[0, 1], columns=[0, 1]).logdet(probes=2),
+        ValueError,
+        r"factors\[0\]: expected a symmetric matrix for logdet with probes",
+    ),
+]
+
+
+def test_likelihoods_that_are_refused() -> None:
+    for call, error, text in LIKELIHOODS_NOT_OF:
+        with pytest.raises(error, match=text):
+            call()

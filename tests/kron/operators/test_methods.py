@@ -159,13 +159,13 @@ OPERATORS = {
         [(2, 2), (3, 3)],
         lambda f, g: KroneckerProduct([definite(f), definite(g)]).masked(rows=INDEX, columns=INDEX),
         lambda f, g: kron_dense([definite(f), definite(g)])[INDEX][:, INDEX],
-        "square masked",
+        "square regular masked shifted",
     ),
     "masked, plus a vector": Operator(
         [(2, 2), (3, 3), (4,)],
         lambda f, g, s: KroneckerProduct([definite(f), definite(g)]).masked(rows=INDEX, columns=INDEX).add_diagonal(positive(s, f)),
         lambda f, g, s: kron_dense([definite(f), definite(g)])[INDEX][:, INDEX] + torch.diag(positive(s, f)),
-        "square masked",
+        "square regular masked shifted",
         1,
     ),
 }
@@ -208,10 +208,8 @@ METHODS = {
     "logabsdet": Method(lambda a, x, y: a.slogdet().logabsdet, lambda d, x, y: torch.linalg.slogdet(d).logabsdet, "regular"),
     "logdet": Method(lambda a, x, y: torch.logdet(a), lambda d, x, y: torch.logdet(d), "regular"),
     "det": Method(lambda a, x, y: a.det(), lambda d, x, y: torch.linalg.det(d), "product regular"),
-    "solve": Method(
-        lambda a, x, y: _solved(a, x), lambda d, x, y: torch.linalg.solve(d, x.expand(*d.shape[:-2], *x.shape)), "regular|masked"
-    ),
-    "solve a vector": Method(lambda a, x, y: _solved(a, x[:, 0]), lambda d, x, y: (torch.linalg.inv(d) @ x)[..., 0], "regular|masked"),
+    "solve": Method(lambda a, x, y: _solved(a, x), lambda d, x, y: torch.linalg.solve(d, x.expand(*d.shape[:-2], *x.shape)), "regular"),
+    "solve a vector": Method(lambda a, x, y: _solved(a, x[:, 0]), lambda d, x, y: (torch.linalg.inv(d) @ x)[..., 0], "regular"),
     "inverse quadratic form": Method(
         lambda a, x, y: a.inv_quad_logdet(x, **EXACT)[0],
         lambda d, x, y: (x.conj() * (torch.linalg.inv(d) @ x)).sum((-2, -1)).real,
