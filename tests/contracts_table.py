@@ -148,6 +148,17 @@ def _two_dense(fs: Sequence[Tensor]) -> Tensor:
     return reference.kron_dense([_spd(f) for f in fs[:2]]) + reference.kron_dense([_spd(f) for f in fs[2:]])
 
 
+def _tall(f: Tensor) -> Tensor:
+    """A well-conditioned matrix of full rank."""
+    return f / 4 + torch.eye(*f.shape, dtype=f.dtype, device=f.device)
+
+
+def _edges(f: Tensor) -> Tensor:
+    """A Laplacian of a path, whose null vectors are constants, with weights from a matrix."""
+    d = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device).diff(dim=0)
+    return d.mT @ ((1 + f[..., :1].abs() ** 2) * d)
+
+
 KEPT = [0, 1, 3, 4, 6, 9, 10, 11]
 
 
@@ -441,6 +452,27 @@ FUNCTIONS: list[Function] = [
             "meta tensors": Unsupported(_CHECKED, RuntimeError, "meta tensors"),
             "default device": Unsupported("indices in a list are read where tensors are made by default", TypeError, "rows: expected"),
         },
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "KroneckerSum(factors).solve(b, rcond=)",
+        lambda draw: [draw(12, 2), draw(3, 4), draw(2, 3)],
+        lambda b, f, g: KroneckerSum([_edges(f), _edges(g)]).solve(b, rcond=1e-5),
+        lambda b, f, g: torch.linalg.pinv(_sum(_edges(f), _edges(g)), rtol=1e-5) @ b,
+        (*REAL, *COMPLEX),
+        slack=100,
+        unsupported=EIGENVECTORS,
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "KroneckerProduct(factors).lstsq(b)",
+        lambda draw: [draw(12, 2), draw(3, 2), draw(4, 3)],
+        lambda b, f, g: KroneckerProduct([_tall(f), _tall(g)]).lstsq(b),
+        lambda b, f, g: torch.linalg.pinv(reference.kron_dense([_tall(f), _tall(g)])) @ b,
+        (*REAL, *COMPLEX),
+        slack=100,
         rows=False,
         arrays=False,
     ),

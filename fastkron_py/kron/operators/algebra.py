@@ -35,6 +35,14 @@ class SlogDet(NamedTuple):
     logabsdet: Any
 
 
+class SVD(NamedTuple):
+    """A reduced singular value decomposition: U and Vh are operators. As `torch.linalg.svd` names them."""
+
+    U: Any
+    S: Any
+    Vh: Any
+
+
 class Eigh(NamedTuple):
     """Eigenvalues and eigenvectors (an operator), as `torch.linalg.eigh` names them."""
 
@@ -298,6 +306,23 @@ def _det(f: Tensor, is_singular: Tensor) -> Tensor:
 def inverse(factors: Sequence[Factor]) -> list[Factor]:
     """Factors of the inverse: the inverses of the factors."""
     return per_factor(factors, "inverse", torch.linalg.inv)
+
+
+def pinv(factors: Sequence[Factor], rcond: float | None) -> list[Factor]:
+    """Factors of the pseudo-inverse: the pseudo-inverses of the factors."""
+    check_linalg_dtype(factors, "pinv")
+    return [_named(i, f, partial(torch.linalg.pinv, rtol=rcond)) if isinstance(f, Tensor) else f for i, f in enumerate(factors)]
+
+
+def svd(factors: Sequence[Factor]) -> tuple[list[Factor], Tensor, list[Factor]]:
+    """Factors of U, singular values ``[*batch, prod min(P_i, Q_i)]`` in Kronecker order, and factors of ``V^H``."""
+    check_linalg_dtype(factors, "svd")
+
+    def parts(i: int, f: Factor) -> Any:
+        return _named(i, f, partial(torch.linalg.svd, full_matrices=False)) if isinstance(f, Tensor) else (f, ones(f, factors).real, f)
+
+    us, values, vhs = zip(*[parts(i, f) for i, f in enumerate(factors)], strict=True)
+    return list(us), kron_vectors(values), list(vhs)
 
 
 def cholesky(factors: Sequence[Factor]) -> list[Factor]:

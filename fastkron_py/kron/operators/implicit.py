@@ -133,14 +133,15 @@ class OfForm(torch.autograd.Function):
         return vmap_by_sample(partial(cls.apply, form), info.batch_size, in_dims[1:], tensors, ())
 
 
-def linear_solve(system: System, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:
-    """The x of ``A x = b`` with derivatives to b and to the parameters.
+def linear_solve(system: System, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool = False) -> Tensor:
+    """The x of ``A x = b``, or of ``A^H x = b``, with derivatives to b and to the parameters.
 
     Args:
         system: the matrices.
         b: ``[*batch, n, M]``, with every batch dimension of A.
         parameters: of A, any shapes.
         constants: of the solve, eigenvectors say; without derivatives.
+        adjoint: as said.
     """
-    x: Tensor = _Solve.apply(system, False, len(parameters), b, *parameters, *constants)  # type: ignore[no-untyped-call]
+    x: Tensor = _Solve.apply(system, adjoint, len(parameters), b, *parameters, *constants)  # type: ignore[no-untyped-call]
     return x

@@ -21,6 +21,7 @@ from fastkron_py.kron.checks import (
 from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.lazy import ProductOrSum, check_arrays, numbered
 from fastkron_py.kron.operators.modes import sum_matmul, terms
+from fastkron_py.kron.operators.null_space import check_rcond, pseudo_solve
 from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_hermitian, combined, eigenbasis, reduced
 from fastkron_py.kron.operators.product import KroneckerProduct
 from fastkron_py.runtime.errors import value_error
@@ -172,7 +173,7 @@ class KroneckerSum(ProductOrSum):
 
         return self._on_parts(trace, identities=True)
 
-    def solve(self, b: Any) -> Any:
+    def solve(self, b: Any, *, rcond: float | None = None) -> Any:
         """The x of ``S @ x = b``, by fast diagonalisation: two products with eigenvectors and a scaling.
 
         Symmetric (Hermitian) factors, with masses that are positive definite too, take orthogonal eigenvectors. Others take complex ones
@@ -182,26 +183,36 @@ class KroneckerSum(ProductOrSum):
 
         Args:
             b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
+            rcond: eigenvalues up to this, relative to the largest absolute value, count as 0, and x is the pseudo-inverse's: of the x with
+                the least residual the shortest. Its derivatives are those among sums with as many eigenvalues that are 0. None for a
+                regular S.
 
         Returns:
             ``[*batch, n]`` for a vector b, else ``[*batch, n, M]``.
 
         Raises:
             TypeError: b of another array type or dtype, or float16 or bfloat16 factors.
-            ValueError: b does not fit, or a symmetric mass is not positive definite.
-            torch.linalg.LinAlgError: S is singular but for rounding.
+            ValueError: b does not fit, a symmetric mass is not positive definite, or rcond is out of range.
+            torch.linalg.LinAlgError: S is singular but for rounding and there is no rcond, or with one eigenvectors are nearly dependent.
 
         Example:
-            >>> S = KroneckerSum([torch.diag(torch.arange(1.0, 4)), torch.eye(5)])
-            >>> S.solve(torch.ones(15, 2)).shape
-            torch.Size([15, 2])
+            >>> line = torch.tensor([[1.0, -1, 0], [-1, 2, -1], [0, -1, 1]])  # Neumann's conditions: constants are null vectors
+            >>> S = KroneckerSum([line, line])
+            >>> x = S.solve(torch.arange(9.0), rcond=1e-5)
+            >>> torch.allclose(S @ x, torch.arange(9.0) - 4, atol=1e-5)
+            True
         """
+        check_rcond(rcond)
 
         def solve(factors: list[Tensor], masses: list[Tensor], b: Tensor) -> Tensor:
             b, vector = right_hand_side(b, self._shape[-1], self._shape[:-2])
             basis = eigenbasis(factors, masses)
-            system = spectral.SumSystem(len(factors))
-            x = spectral.solve(system, b, [*factors, *masses], basis, combined(basis.values, True, None), "factors")
+            diagonal = combined(basis.values, True, None)
+            if rcond is None:
+                system = spectral.SumSystem(len(factors))
+                x = spectral.solve(system, b, [*factors, *masses], basis, diagonal, "factors", what="solve without rcond=")
+            else:
+                x = pseudo_solve(b, factors, masses, basis, diagonal, rcond)
             return x.squeeze(-1) if vector else x
 
         return self._on_parts(solve, b, names=["b"])

@@ -136,7 +136,7 @@ def once(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [_Once.apply(t) for t in tensors]  # type: ignore[no-untyped-call]
 
 
-def _constant(t: Tensor) -> Tensor:
+def constant(t: Tensor) -> Tensor:
     """The values of a tensor: `Tensor.detach` keeps the tangent of forward mode."""
     found: Tensor = forward_ad.unpack_dual(t).primal.detach()
     return found
@@ -153,7 +153,7 @@ def _signs(shape: Sequence[int], like: Tensor, generator: torch.Generator | None
 
 def _sloped(value: Tensor, slope: Tensor) -> Tensor:
     """A value with the derivatives of another."""
-    return value + slope - _constant(slope)
+    return value + slope - constant(slope)
 
 
 def estimate_by_diagonal(system: System, parameters: Sequence[Tensor], diagonal: Tensor, probes: Probes) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ def estimate_by_diagonal(system: System, parameters: Sequence[Tensor], diagonal:
     Raises:
         ValueError: A is not positive definite.
     """
-    own, scale = [_constant(t) for t in parameters], _constant(diagonal).real
+    own, scale = [constant(t) for t in parameters], constant(diagonal).real
     if not bool((scale > 0).all()):
         raise value_error("terms", "a positive definite sum for logdet", f"a diagonal element of {float(scale.min()):.3g}")
     with torch.no_grad():
@@ -186,7 +186,7 @@ def estimate(k: Shifted, probes: Probes) -> tuple[Tensor, Tensor]:
     """
     check_hermitian(k.factors, "logdet with probes")
     check_real(k.diagonals, "logdet with probes")
-    size, own = len(k.factors), [_constant(t) for t in k.parameters]
+    size, own = len(k.factors), [constant(t) for t in k.parameters]
     near = preconditioner(k._replace(factors=own[:size], diagonals=own[size:]))
     right, scale = near.right, near.weight.sqrt()
     batch = torch.broadcast_shapes(near.inverse.shape[:-1], *[t.shape[:-2] for t in k.factors], k.diagonal().shape[:-1])
@@ -240,7 +240,7 @@ def estimate_of_points(k: Shifted, points: Points, probes: Probes) -> tuple[Tens
     basis, of_whole = k.basis(), slogdet(k, k.basis())[1]
     if not others.numel():
         return of_whole, torch.zeros_like(of_whole)
-    own = k._replace(factors=[f if is_identity(f) else _constant(f) for f in k.factors], diagonals=[_constant(d) for d in k.diagonals])
+    own = k._replace(factors=[f if is_identity(f) else constant(f) for f in k.factors], diagonals=[constant(d) for d in k.diagonals])
     least, left_out = own.values(basis).real.amin(-1), Points.of(others, points.is_kept.shape[0])
     if not bool((least > 0).all()):
         raise value_error(

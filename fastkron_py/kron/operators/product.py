@@ -16,6 +16,7 @@ from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.lazy import LazyOperator, ProductOrSum, check_arrays, check_dense_size, numbered
 from fastkron_py.kron.operators.masked import MaskedKroneckerProduct, masked
 from fastkron_py.kron.operators.matrix_function import KroneckerFunction, square_root
+from fastkron_py.kron.operators.null_space import check_rcond
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal, plus_diagonal
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_integer
@@ -145,11 +146,55 @@ class KroneckerProduct(ProductOrSum):
         """
         return KroneckerProduct(self._run(algebra.inverse))
 
-    def solve(self, b: Any) -> Any:
+    def pinv(self, *, rcond: float | None = None) -> KroneckerProduct:
+        """The pseudo-inverse, factor by factor; factors need not be square.
+
+        Args:
+            rcond: of each factor, singular values up to this relative to the largest one count as 0; None for
+                ``max(P_i, Q_i)`` units of rounding. Derivatives are those among factors of equal rank.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors, or rcond is no number.
+            ValueError: rcond is out of range.
+        """
+        check_rcond(rcond)
+        return KroneckerProduct(self._run(algebra.pinv, rcond))
+
+    def lstsq(self, b: Any, *, rcond: float | None = None) -> Any:
+        """The shortest x with the least ``norm(K @ x - b)``: ``K.pinv(rcond=rcond) @ b``.
+
+        Args:
+            b: ``[prod P_i]``, or ``[*batch, prod P_i, M]``; batches broadcast with the operator's.
+            rcond: as `pinv`.
+
+        Returns:
+            ``[*batch, prod Q_i]`` for a vector b, else ``[*batch, prod Q_i, M]``.
+
+        Raises:
+            TypeError: as `pinv`, or b of another array type or dtype.
+            ValueError: as `pinv`, or b does not fit.
+        """
+        return self.pinv(rcond=rcond) @ b
+
+    def svd(self) -> algebra.SVD:
+        """The reduced singular value decomposition ``K = U @ diag(S) @ Vh``, whose factors need not be square.
+
+        Returns:
+            U and Vh, KroneckerProducts, and singular values S ``[*batch, prod min(P_i, Q_i)]`` in Kronecker order: they descend within each
+            factor only. Derivatives are torch's.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors.
+        """
+        u, values, vh = self._run(algebra.svd)
+        return algebra.SVD(KroneckerProduct(u), values, KroneckerProduct(vh))
+
+    def solve(self, b: Any, *, rcond: float | None = None) -> Any:
         """The x of ``K @ x = b``, by one solve with each factor.
 
         Args:
             b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
+            rcond: of singular factors, as `lstsq`; None for regular ones.
 
         Returns:
             ``[*batch, n]`` for a vector b, else ``[*batch, n, M]``.
@@ -164,6 +209,9 @@ class KroneckerProduct(ProductOrSum):
             >>> K.solve(torch.ones(20, 3)).shape
             torch.Size([20, 3])
         """
+        if rcond is not None:
+            algebra.check_square(self._factors, "solve")
+            return self.lstsq(b, rcond=rcond)
         pattern = [f if is_identity(f) else None for f in self._factors]
         key, tensors = ("solve", *pattern), [b, *[f for f in self._factors if not is_identity(f)]]
         entry = None if torch.compiler.is_compiling() else CACHE.find(key, tensors)

@@ -185,6 +185,7 @@ def solve(
     diagonal: Tensor,
     argument: str,
     share: Share = WHOLE,
+    what: str = "solve",
 ) -> Tensor:
     """The x of ``A x = b`` with derivatives to b and the parameters.
 
@@ -196,8 +197,9 @@ def solve(
         diagonal: E ``[*batch, n]``, without derivatives.
         argument: that errors name.
         share: the elements of E that the diagonal has.
+        what: that errors say a regular matrix is needed for.
     """
-    check_regular(share.extremes(diagonal), [v.shape[-1] for v in basis.values], argument, "solve")
+    check_regular(share.extremes(diagonal), [v.shape[-1] for v in basis.values], argument, what)
     condition = math.prod(map(float, basis.conditions))  # of the eigenvectors of A
     vectors = [*basis.right, *basis.left] if condition <= 1 / torch.finfo(b.dtype).eps else []
     return linear_solve(system, b, parameters, [diagonal, *vectors])

@@ -42,6 +42,7 @@ _METHODS: Final[dict[Any, str]] = {
     torch.add: "__add__",
     torch.sub: "__sub__",
     torch.linalg.inv: "inverse",
+    torch.linalg.pinv: "pinv",
     # torch.export(strict=True) leaves Python's operators as they are.
     **{function: f"__{function.__name__}__" for function in (operator.matmul, operator.mul, operator.truediv, operator.add, operator.sub)},
     **{getattr(module, name): name for name in _SAME_NAME for module in (torch, torch.linalg) if hasattr(module, name)},

@@ -203,7 +203,7 @@ OF_SUMS = {
     "singular": (
         lambda: KroneckerSum([LAPLACE, LAPLACE]).solve(torch.ones(4)),
         torch.linalg.LinAlgError,
-        "factors: expected an invertible matrix for solve; got eigenvalues of 0 to 4 in absolute value",
+        "factors: expected an invertible matrix for solve without rcond=; got eigenvalues of 0 to 4 in absolute value",
     ),
     "x of another size": value(lambda: SUM @ torch.ones(5), "x: expected dimension -1 of size 6; got shape (5,)"),
     "x of another dtype": wrong_type(
