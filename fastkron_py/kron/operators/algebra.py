@@ -23,6 +23,8 @@ from fastkron_py.runtime.errors import type_error, value_error
 
 _LINALG_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
+ROUNDING: Final = 64.0
+"""Units in the last place of the largest eigenvalue, by which others may differ from 0 by rounding alone."""
 _LARGEST_VECTOR: Final = 2**36  # elements: 256 GiB of float32
 _WIDEST_STEP: Final = 100  # bits of an integer that float32, too, is multiplied with at once
 _LARGEST_LOG: Final = 44.0  # of a determinant that is computed as it is: half of float32's range
@@ -325,9 +327,34 @@ def svd(factors: Sequence[Factor]) -> tuple[list[Factor], Tensor, list[Factor]]:
     return list(us), kron_vectors(values), list(vhs)
 
 
-def cholesky(factors: Sequence[Factor]) -> list[Factor]:
+def cholesky(factors: Sequence[Factor], jitter: Any) -> list[Factor]:
     """Factors of the Cholesky factor: lower triangular ones."""
-    return per_factor(factors, "cholesky", torch.linalg.cholesky)
+    return per_factor(factors, "cholesky", partial(_cholesky, jitter=jitter))
+
+
+def _cholesky(f: Tensor, jitter: Any) -> Tensor:
+    """The Cholesky factor of a positive semi-definite matrix; a singular one has no derivatives."""
+    f = f if isinstance(jitter, float) and jitter == 0 else f + jitter * torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+    try:
+        lower: Tensor = torch.linalg.cholesky(f)
+    except LinAlgError:
+        lower = _semi_definite(f)
+    return lower
+
+
+def _semi_definite(f: Tensor) -> Tensor:
+    """By the QR decomposition of the root that eigenvectors give; eigenvalues within rounding of 0 count as 0."""
+    values, vectors = torch.linalg.eigh(f.detach())
+    bound = ROUNDING * torch.finfo(values.dtype).eps * values.abs().amax(-1, keepdim=True)
+    if bool((values < -bound).any()):
+        raise LinAlgError(f"expected a positive semi-definite matrix; got an eigenvalue of {float(values.min()):.3g} (jitter= raises it)")
+    if torch.is_grad_enabled() and f.requires_grad:
+        raise LinAlgError("expected a positive definite matrix for derivatives; got a singular one (jitter= raises its eigenvalues)")
+    root = vectors * torch.where(values > bound, values, 0).sqrt().unsqueeze(-2)
+    r = torch.linalg.qr(root.mH).R
+    diagonal = r.diagonal(dim1=-2, dim2=-1)
+    found: Tensor = r.mH * torch.where(diagonal == 0, 1, diagonal.sgn()).unsqueeze(-2)
+    return found
 
 
 def eigh(factors: Sequence[Factor]) -> tuple[Tensor, list[Factor]]:

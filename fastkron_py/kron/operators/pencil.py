@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from fastkron_py.kron.operators.algebra import kron_range, kron_vectors, per_factor
+from fastkron_py.kron.operators.algebra import ROUNDING, kron_range, kron_vectors, per_factor
 from fastkron_py.kron.operators.schur import schur
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import value_error
 
 SYMMETRY: Final = 64.0
-"""Units in the last place of a matrix's largest element by which it may differ from its conjugate transpose; of the largest eigenvalue, by
-which others may differ from 0 by rounding alone."""
+"""Units in the last place of a matrix's largest element by which it may differ from its conjugate transpose."""
 
 
 class Basis(NamedTuple):
@@ -228,7 +227,7 @@ def largest(values: Tensor) -> Tensor:
 
 def rounding(values: Tensor) -> Tensor:
     """The absolute value up to which one of the eigenvalues ``[*batch, n]`` may be 0 but for rounding, ``[*batch, 1]``."""
-    return SYMMETRY * torch.finfo(values.dtype).eps * largest(values)
+    return ROUNDING * torch.finfo(values.dtype).eps * largest(values)
 
 
 def check_positive(values: Tensor, argument: str, what: str) -> None:
@@ -236,4 +235,5 @@ def check_positive(values: Tensor, argument: str, what: str) -> None:
     if values.is_complex():
         raise value_error(argument, f"a positive semi-definite matrix for {what}", "complex eigenvalues")
     if not values.is_meta and values.numel() and not bool((values >= -rounding(values)).all()):
-        raise value_error(argument, f"a positive semi-definite matrix for {what}", f"an eigenvalue of {float(values.min()):.3g}")
+        more = " (jitter= raises it)" if argument == "factors" else ""
+        raise value_error(argument, f"a positive semi-definite matrix for {what}", f"an eigenvalue of {float(values.min()):.3g}{more}")

@@ -227,18 +227,22 @@ class KroneckerProduct(ProductOrSum):
 
         return self._on_tensors(solve, [*self._factors, b], [*self._names, "b"])
 
-    def cholesky(self) -> KroneckerProduct:
-        """The lower triangular L of ``K = L @ L.mH``, of factors that are Hermitian and positive definite.
+    def cholesky(self, *, jitter: Any = 0.0) -> KroneckerProduct:
+        """The lower triangular L of ``K = L @ L.mH``, of factors that are Hermitian and positive semi-definite.
 
-        Only the factors' lower triangles are read.
+        Only the factors' lower triangles are read. Eigenvalues that may be 0 but for rounding, up to 64 units of a factor's largest one,
+        count as 0; factors that have any have no derivatives.
+
+        Args:
+            jitter: number or 0-dimensional tensor that is added to the diagonal of each factor.
 
         Raises:
-            TypeError: float16 or bfloat16 factors.
-            ValueError: a factor is not square.
-            torch.linalg.LinAlgError: a factor is not positive definite (two negative definite ones make a
-                positive definite product, but are refused).
+            TypeError: float16 or bfloat16 factors, or jitter of another type.
+            ValueError: a factor is not square, or jitter is not finite.
+            torch.linalg.LinAlgError: a factor is not positive semi-definite (two negative definite ones make a
+                positive definite product, but are refused), or it is singular and derivatives are wanted.
         """
-        return KroneckerProduct(self._run(algebra.cholesky))
+        return KroneckerProduct(self._run(algebra.cholesky, self._scalar(jitter, "jitter")))
 
     def eigh(self) -> algebra.Eigh:
         """Eigenvalues and eigenvectors of Hermitian factors: ``K = V @ diag(values) @ V.mH``.
@@ -344,13 +348,17 @@ class KroneckerProduct(ProductOrSum):
         algebra.check_square(self._factors, "apply_function")
         return KroneckerFunction(self._factors, f, self._shape)
 
-    def sqrt(self) -> KroneckerFunction:
-        """``K^(1/2)`` of Hermitian factors and a positive semi-definite K, as `apply_function` with a square root that bears singular K.
+    def sqrt(self, *, jitter: Any = 0.0) -> KroneckerFunction:
+        """``(K + jitter * I)^(1/2)`` of Hermitian factors, as `apply_function` with a square root that bears singular matrices.
 
         Eigenvalues that may be 0 but for rounding, up to 64 units of the largest one, count as 0, and derivatives leave them at 0.
 
+        Args:
+            jitter: number or 0-dimensional tensor that is added to the eigenvalues.
+
         Raises:
-            ValueError: a factor is not square; in a product, one is not Hermitian, or K has a negative eigenvalue.
+            TypeError: jitter is of another type.
+            ValueError: a factor is not square, or jitter is not finite; in a product, one is not Hermitian, or K has a negative eigenvalue.
 
         Example:
             >>> K = KroneckerProduct([torch.ones(4, 4), torch.eye(5)])  # of rank 5
@@ -358,7 +366,9 @@ class KroneckerProduct(ProductOrSum):
             >>> torch.allclose(K.sqrt() @ (K.sqrt() @ x), K @ x, atol=1e-5)
             True
         """
-        return self.apply_function(square_root)
+        jitter = self._scalar(jitter, "jitter")
+        is_plain = isinstance(jitter, float) and jitter == 0
+        return self.apply_function(square_root if is_plain else lambda values: square_root(values + jitter))
 
 
 def _diagonals(factors: list[Any]) -> list[Tensor]:

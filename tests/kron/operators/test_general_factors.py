@@ -98,7 +98,7 @@ def test_singular_sums_raise(device):
     """Where rounding makes a nilpotent factor's eigenvalues 1e-5, x would be 1e16."""
     factor = rotated(jordan(3, 0.0)).to(device)
     for s in (KroneckerSum([factor, factor]), KroneckerSum([jordan(3, 0.0).to(device)] * 2)):
-        with pytest.raises(torch.linalg.LinAlgError, match="factors: expected an invertible matrix for solve without rcond=; got "):
+        with pytest.raises(torch.linalg.LinAlgError, match=r"factors: expected an invertible matrix for solve( without rcond=)?; got "):
             s.solve(torch.randn(9, dtype=torch.float64, device=device))
 
 

@@ -9,6 +9,7 @@ from kronecker_cases import SQUARE, hermitian, near, random_factors
 
 from fastkron_py import KroneckerProduct
 from fastkron_py.reference import kron_dense
+from fastkron_py.testing import assert_close
 
 
 def test_functions(dtype, device):
@@ -127,3 +128,37 @@ def test_backward_passes_of_empty_factors(sizes, dtype):
         factors = [torch.eye(p, dtype=dtype, requires_grad=True) for p in sizes]
         function(KroneckerProduct(factors)).sum().real.backward()
         assert all(f.grad is not None and f.grad.shape == f.shape and (f.grad == 0).all() for f in factors)
+
+
+def test_roots_of_singular_matrices_survive_rounding(dtype, device):
+    """Smooth covariances, whose least eigenvalues are rounding; and jitter where they are more negative."""
+    x = torch.linspace(0, 1, 30, dtype=torch.float64, device=device)
+    line = torch.exp(-2 * (x - x[:, None]) ** 2).to(dtype)
+    rank_one = torch.ones(2, 3, 3, dtype=dtype, device=device)
+    for single in (False, True):
+        k = KroneckerProduct([line, 2, rank_one])
+        k = k.to(torch.complex64 if dtype.is_complex else torch.float32) if single else k
+        with pytest.raises(torch.linalg.LinAlgError):
+            torch.linalg.cholesky(k.factors[0])
+        lower = k.cholesky()
+        tolerance = 2e-4 if single else 1e-12
+        assert_close((lower @ lower.mH).to_dense(), k.to_dense(), rms_tol=tolerance, max_tol=tolerance)
+        for f in (lower.factors[0], lower.factors[2]):
+            assert torch.equal(f, f.tril())
+            assert (f.diagonal(dim1=-2, dim2=-1).real >= 0).all()
+        b = torch.randn(180, 2, dtype=k.dtype, device=device)
+        assert_close(k.sqrt() @ (k.sqrt() @ b), k @ b, rms_tol=10 * tolerance, max_tol=10 * tolerance)
+    indefinite = KroneckerProduct([torch.diag(torch.tensor([2.0, -1e-3], dtype=torch.float64)).to(dtype)])
+    with pytest.raises(torch.linalg.LinAlgError, match=r"factors\[0\] .* got an eigenvalue of -0.001 \(jitter= raises it\)"):
+        indefinite.cholesky()
+    with pytest.raises(ValueError, match=r"factors: .* got an eigenvalue of -0.001 \(jitter= raises it\)"):
+        indefinite.sqrt() @ torch.ones(2, dtype=dtype)
+    wanted = indefinite.to_dense() + 0.01 * torch.eye(2).double()
+    lower, root = indefinite.cholesky(jitter=0.01), indefinite.sqrt(jitter=torch.tensor(0.01, dtype=torch.float64))
+    near((lower @ lower.mH).to_dense(), wanted)
+    near(root @ (root @ torch.eye(2, dtype=dtype)), wanted)
+    with pytest.raises(TypeError, match="jitter: expected a number"):
+        indefinite.cholesky(jitter="0")
+    singular = KroneckerProduct([torch.ones(2, 2).double().requires_grad_()])
+    with pytest.raises(torch.linalg.LinAlgError, match="for derivatives; got a singular one"):
+        singular.cholesky()
