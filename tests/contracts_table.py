@@ -170,6 +170,7 @@ def _density(b: Tensor, a: Tensor) -> Tensor:
     return b @ torch.linalg.solve(a, b) + torch.linalg.slogdet(a)[1]
 
 
+_READ = "reads indices by NumPy"
 _CHECKED = "checks the points when the operator is made"
 _READS = "reads from the factors' values whether they are Hermitian"
 _DATA = r"[Dd]ata.dependent|_local_scalar_dense|tolist|guard"
@@ -475,5 +476,16 @@ FUNCTIONS: list[Function] = [
         slack=100,
         rows=False,
         arrays=False,
+    ),
+    Function(
+        "KroneckerProduct(factors)[rows]",
+        lambda draw: [draw(3, 2), draw(4, 4)],
+        lambda f, g: KroneckerProduct(f, g)[KEPT],
+        lambda f, g: reference.kron_dense([f, g])[KEPT],
+        (*REAL, *COMPLEX),
+        unsupported={
+            **{c: Unsupported(_READ, Exception, "ndarray") for c in ("compile", "export, strict")},
+        },
+        rows=False,
     ),
 ]

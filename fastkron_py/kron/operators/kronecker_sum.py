@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -150,6 +151,13 @@ class KroneckerSum(ProductOrSum):
             return torch.stack([algebra.dense(term).expand(self._shape) for term in terms(factors, masses)]).sum(0)
 
         return self._on_parts(dense)
+
+    def _elements(self, rows: Tensor, columns: Tensor) -> Any:
+        def elements(factors: list[Factor], masses: list[Factor]) -> Tensor:
+            one = algebra.matrices([*factors, *masses])[0].new_ones(1, 1)  # a term may have no matrix
+            return reduce(torch.add, [algebra.elements([one, *term], rows, columns) for term in terms(factors, masses)])
+
+        return self._on_parts(elements, identities=True)
 
     def diagonal(self) -> Any:
         """The elements ``S[i, i]``, ``[*batch, n]``."""

@@ -61,6 +61,24 @@ def check_arrays(arrays: Sequence[Any], names: Sequence[str]) -> None:
         check_alike([bridge.load(a, label) for a, label in zip(matrices, labels, strict=True)], labels)
 
 
+def index_of(given: Any, size: int) -> Tensor:
+    """The indices that an integer, a slice, a mask or an array of integers takes of a dimension, int64 and from 0 on."""
+    import numpy
+
+    if isinstance(given, slice):
+        return torch.from_numpy(numpy.arange(*given.indices(size)))
+    size, found = int(size), numpy.asarray(given.cpu() if isinstance(given, Tensor) else given)
+    if found.dtype == bool and found.shape == (size,):
+        found = found.nonzero()[0]
+    if found.size == 0:
+        found = found.astype(int)
+    if found.dtype.kind not in "iu":
+        raise type_error("key", f"integers, slices, arrays of integers or masks of size {size}", f"{found.dtype}, shape {found.shape}")
+    if found.size and not -size <= found.min() <= found.max() < size:
+        raise IndexError(f"key: expected indices from {-size} to {size - 1}; got {found.min()} to {found.max()}")
+    return torch.from_numpy(numpy.asarray(found % max(size, 1), dtype=numpy.int64))
+
+
 class LazyOperator:
     """A matrix ``[*batch, rows, columns]`` given by small arrays, and never built.
 
@@ -223,6 +241,67 @@ class LazyOperator:
     def clone(self) -> Self:
         """With arrays in memory of their own."""
         return self._each(lambda f: f.clone() if isinstance(f, Tensor) else f.copy())
+
+    # ---- elements and SciPy -------------------------------------------------------------------
+
+    __iter__ = None  # which Python would make of elements
+
+    def __getitem__(self, key: Any) -> Any:
+        """Elements ``K[i, j]``, rows ``K[i]`` and parts ``K[rows]`` and ``K[rows, columns]``; those of each matrix of a batch.
+
+        An integer takes a row or a column, an index array, a slice or a bool mask takes several, repeats included. As in NumPy, two index
+        arrays broadcast to pairs. What is taken is dense: `KroneckerProduct.masked` has lazy parts, without repeats.
+
+        Raises:
+            TypeError: neither integers, slices nor arrays of them.
+            IndexError: more than two indices, or one out of range.
+            ValueError: more than 2**26 elements.
+        """
+        given = key if isinstance(key, tuple) else (key,)
+        given = given[1:] if given and given[0] is Ellipsis else given
+        if len(given) > 2:
+            raise IndexError(f"key: expected a row and a column, of each matrix of a batch; got {len(given)} indices")
+        rows, columns = [index_of(g, n) for g, n in zip((*given, *[slice(None)] * (2 - len(given))), self._shape[-2:], strict=True)]
+        if any([isinstance(g, slice) for g in given]) or len(given) < 2:
+            check_dense_size((*self._shape[:-2], rows.numel() * columns.numel()), DENSE_LIMIT)
+            rows = rows.reshape(*rows.shape, *[1] * columns.ndim)
+        elif rows.ndim and columns.ndim:
+            rows, columns = torch.broadcast_tensors(rows, columns)
+        label, first = self._first
+        device = find_bridge([first], [label]).load(first, label).device
+        return self._elements(rows.to(device), columns.to(device))
+
+    def _elements(self, rows: Tensor, columns: Tensor) -> Any:
+        """The elements of indices that broadcast to one shape, ``[*batch, *shape]``."""
+        raise type_error("key", "a product, a sum or points of one", type_name(self))
+
+    def aslinearoperator(self) -> Any:
+        """A `scipy.sparse.linalg.LinearOperator` with the same products, on NumPy arrays, for SciPy's solvers.
+
+        Raises:
+            ValueError: the operator has batch dimensions.
+        """
+        from scipy.sparse.linalg import LinearOperator
+
+        if self.ndim != 2:
+            raise value_error("aslinearoperator", "an operator without batch dimensions", f"shape {self._shape}")
+        first, adjoint = self._first[1], self.mH
+        dtype = torch.empty(0, dtype=first.dtype).numpy().dtype if isinstance(first, Tensor) else first.dtype
+
+        def times(operator: LazyOperator, x: Any) -> Any:
+            if x.dtype.kind == "c" and dtype.kind != "c":
+                return times(operator, x.real) + 1j * times(operator, x.imag)
+            x = x.astype(dtype)
+            with torch.no_grad():
+                return (operator @ torch.from_numpy(x).to(first.device)).cpu().numpy() if isinstance(first, Tensor) else operator @ x
+
+        def product(x: Any) -> Any:
+            return times(self, x)
+
+        def adjoint_product(x: Any) -> Any:
+            return times(adjoint, x)
+
+        return LinearOperator(self._shape, product, adjoint_product, product, dtype, adjoint_product)
 
     # ---- sums and multiples -------------------------------------------------------------------
 

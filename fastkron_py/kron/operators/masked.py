@@ -159,17 +159,8 @@ class MaskedKroneckerProduct(LazyOperator):
     # ---- linear algebra -----------------------------------------------------------------------
 
     def _elements(self, rows: Tensor, columns: Tensor) -> Any:
-        """Elements of the whole matrix, ``[*batch, *shape]``."""
-        if not isinstance(self._whole, KroneckerPlusDiagonal):
-            return self._run(algebra.elements, rows, columns)
-        n = self._whole.shape[-1]
-
-        def elements(k: Any) -> Tensor:
-            added = k.diagonal()
-            added = added.expand(*added.shape[:-1], n)[..., rows]
-            return algebra.elements(k.factors, rows, columns) + torch.where(rows == columns, added, 0)
-
-        return self._whole._on_shifted(elements, identities=True)
+        own, others = self._indices()
+        return self._whole._elements(own[rows], others[columns])
 
     def _indices(self) -> tuple[Tensor, Tensor]:
         """The rows and columns that are kept."""
@@ -180,13 +171,13 @@ class MaskedKroneckerProduct(LazyOperator):
 
     def _dense(self) -> Any:
         rows, columns = self._indices()
-        return self._elements(rows[:, None], columns)
+        return self._whole._elements(rows[:, None], columns)
 
     def diagonal(self) -> Any:
         """The elements ``A[i, i]``, ``[*batch, min(rows, columns)]``."""
         rows, columns = self._indices()
         count = min(self._shape[-2:])
-        return self._elements(rows[:count], columns[:count])
+        return self._whole._elements(rows[:count], columns[:count])
 
     def trace(self) -> Any:
         """The sum of the diagonal, ``[*batch]``."""

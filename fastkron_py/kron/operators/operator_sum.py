@@ -150,6 +150,9 @@ class OperatorSum(LazyOperator):
     def _dense(self) -> Any:
         return self._total(lambda t: t._dense())
 
+    def _elements(self, rows: Tensor, columns: Tensor) -> Any:
+        return self._total(lambda t: t._elements(rows, columns))
+
     def diagonal(self) -> Any:
         """The elements ``S[i, i]``, ``[*batch, n]``."""
         return self._total(lambda t: t.diagonal())

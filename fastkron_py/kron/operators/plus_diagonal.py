@@ -150,6 +150,14 @@ class KroneckerPlusDiagonal(LazyOperator):
     def _dense(self) -> Any:
         return self._on_shifted(shifted.dense, identities=True)
 
+    def _elements(self, rows: Tensor, columns: Tensor) -> Any:
+        def elements(k: Shifted) -> Tensor:
+            added = k.diagonal()
+            added = added.expand(*added.shape[:-1], self._shape[-1])[..., rows]
+            return algebra.elements(k.factors, rows, columns) + torch.where(rows == columns, added, 0)
+
+        return self._on_shifted(elements, identities=True)
+
     def diagonal(self) -> Any:
         """The elements ``A[i, i]``, ``[*batch, n]``."""
         return self._on_shifted(lambda k: algebra.diagonal(k.factors) + k.diagonal(), identities=True)

@@ -39,7 +39,8 @@ class KroneckerProduct(ProductOrSum):
     Args:
         factors: sequence of ``[*batch_i, P_i, Q_i]`` of one array type, dtype and device; batches broadcast. Kept
             as they are, so that parameters stay parameters and later changes of them show. An integer n stands for
-            the identity I_n, which takes no memory and no work; one factor at least is a matrix.
+            the identity I_n, which takes no memory and no work; one factor at least is a matrix. Or the first factor.
+        others: the other factors, if the first one is no sequence.
 
     Raises:
         TypeError: not a sequence, or factors of different kinds or dtypes.
@@ -55,8 +56,8 @@ class KroneckerProduct(ProductOrSum):
         tensor(True)
     """
 
-    def __init__(self, factors: Sequence[Any]) -> None:
-        listed = factors_and_identities(factors)
+    def __init__(self, factors: Any, *others: Any) -> None:
+        listed = factors_and_identities([factors, *others] if others else factors)
         check_arrays(listed, numbered("factors", listed))
         shapes = [shape_of(f) for f in listed]
         check_factor_shapes(shapes)
@@ -74,6 +75,9 @@ class KroneckerProduct(ProductOrSum):
 
     def _dense(self) -> Any:
         return self._run(algebra.dense)
+
+    def _elements(self, rows: Tensor, columns: Tensor) -> Any:
+        return self._run(algebra.elements, rows, columns)
 
     # ---- products -----------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from fastkron_py.reference import kron_dense
 EXACT = {"tolerance": 1e-13}
 MASK = torch.tensor([True, True, False, True, False, True])
 INDEX = MASK.nonzero()[:, 0]
+PAIRS = torch.tensor([1, 0, 1])
 
 
 class Operator(NamedTuple):
@@ -203,6 +204,10 @@ METHODS = {
     "negative": Method(lambda a, x, y: (-a).to_dense(), lambda d, x, y: -d),
     "plus itself": Method(lambda a, x, y: torch.add(a, 2 * a) @ x, lambda d, x, y: 3 * d @ x),
     "A @ A": Method(lambda a, x, y: (a @ a.mT).to_dense(), lambda d, x, y: d @ d.mT, "product"),
+    "an element": Method(lambda a, x, y: a[..., 1, -1], lambda d, x, y: d[..., 1, -1]),
+    "pairs": Method(lambda a, x, y: a[..., PAIRS, [0, 1, 1]], lambda d, x, y: d[..., PAIRS, [0, 1, 1]]),
+    "a row": Method(lambda a, x, y: a[..., 1, :], lambda d, x, y: d[..., 1, :]),
+    "rows": Method(lambda a, x, y: a[..., PAIRS, 1:], lambda d, x, y: d[..., PAIRS, 1:]),
     "norm": Method(lambda a, x, y: a.norm(), lambda d, x, y: torch.linalg.matrix_norm(d), "product"),
     "trace": Method(lambda a, x, y: a.trace(), lambda d, x, y: d.diagonal(dim1=-2, dim2=-1).sum(-1), "regular"),
     "logabsdet": Method(lambda a, x, y: a.slogdet().logabsdet, lambda d, x, y: torch.linalg.slogdet(d).logabsdet, "regular"),
