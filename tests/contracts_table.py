@@ -217,6 +217,14 @@ FUNCTIONS: list[Function] = [
         rows=False,
     ),
     Function(
+        "mode_matmul(x, {(0, 2): f}, sizes=)",
+        lambda draw: [draw(3, 5, 4), draw(12, 10)],
+        lambda x, f: fastkron_py.mode_matmul(x, {(0, 2): f}, sizes={(0, 2): (2, 5)}),
+        lambda x, f: torch.einsum("abc,acAC->AbC", x, f.reshape(3, 4, 2, 5)),
+        (*HALF, *REAL, *COMPLEX),
+        rows=False,
+    ),
+    Function(
         "hadamard(x, scale=)",
         lambda draw: [draw(6, 16)],
         lambda x: fastkron_py.hadamard(x, scale=0.25),

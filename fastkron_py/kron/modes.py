@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 _MATRIX: Final = 2  # dimensions
 
 
-def mode_matmul(x: ArrayT, factors: Mapping[int, ArrayT], *, precision: str | None = None) -> ArrayT:
+def mode_matmul(
+    x: ArrayT,
+    factors: Mapping[Any, ArrayT],
+    *,
+    sizes: Mapping[Any, Sequence[int]] | None = None,
+    precision: str | None = None,
+) -> ArrayT:
     """Multiply dimensions of x by matrices: the n-mode product ``x x_1 F1^T x_2 F2^T ...`` of tensor decompositions.
 
     A factor ``[P, Q]`` at dim contracts dimension dim, of size P, and leaves Q elements there:
@@ -43,7 +49,10 @@ def mode_matmul(x: ArrayT, factors: Mapping[int, ArrayT], *, precision: str | No
 
     Args:
         x: ``[*]``, of any number of dimensions. A torch tensor, or a NumPy or CuPy array, of a dtype of `kron_matmul`.
-        factors: matrices ``[P, Q]`` by dimension; negative dimensions count from the end. Of x's array type, dtype and device.
+        factors: matrices ``[P, Q]`` by dimension; negative dimensions count from the end. Of x's array type, dtype and device. A tuple
+            of dimensions, neighbours or not, stands for one of the product of their sizes, the first one slowest. Dimensions that are
+            no neighbours in memory take a copy of x.
+        sizes: of the result's dimensions for tuples, whose product is Q, by the same tuples; those of x where there are none.
         precision: of float32 products, as in `kron_matmul`.
 
     Returns:
@@ -51,8 +60,8 @@ def mode_matmul(x: ArrayT, factors: Mapping[int, ArrayT], *, precision: str | No
 
     Raises:
         TypeError: factors is no mapping, a dimension is no integer, or arrays of different types or dtypes.
-        ValueError: a dimension out of range or given twice, a factor that is no matrix or has another number of rows, devices that
-            differ, or an unknown precision.
+        ValueError: a dimension out of range or given twice, a factor that is no matrix or has another number of rows, a tuple's that
+            is not square and has no sizes of that product, devices that differ, or an unknown precision.
 
     Example:
         >>> image = torch.randn(3, 64, 48)
@@ -61,7 +70,7 @@ def mode_matmul(x: ArrayT, factors: Mapping[int, ArrayT], *, precision: str | No
         torch.Size([3, 32, 24])
     """
     key: Hashable = None
-    if type(factors) is dict and factors and not torch.compiler.is_compiling():
+    if sizes is None and type(factors) is dict and factors and not torch.compiler.is_compiling():
         given, key = (x, *factors.values()), ("mode_matmul", precision, *factors, *map(type, factors))  # 1.0 is no dimension, and equals 1
         entry = CACHE.find(key, given)
         if entry is not None:
@@ -71,12 +80,18 @@ def mode_matmul(x: ArrayT, factors: Mapping[int, ArrayT], *, precision: str | No
         raise type_error("factors", "a mapping of dimensions to matrices", type_name(factors))
     keys, matrices = list(factors), list(factors.values())
     names = [f"factors[{key!r}]" for key in keys]
+    tuples, of_tuples = [k for k in keys if isinstance(k, tuple)], sizes if sizes is not None else {}
+    if any([k not in tuples for k in of_tuples]):
+        raise value_error("sizes", "tuples of dimensions that factors has", list(of_tuples))
     if isinstance(x, Tensor):
+        if tuples:
+            return _multiply_tuples(x, keys, matrices, of_tuples, precision)  # type: ignore[return-value]
         return _multiply(x, keys, matrices, precision, key)  # type: ignore[return-value]
     bridge = find_bridge([x, *matrices], ["x", *names])
     with bridge.context():
         loaded = [bridge.load(f, name) for f, name in zip(matrices, names, strict=True)]
-        return bridge.give_back(_multiply(bridge.load(x, "x"), keys, loaded, precision))  # type: ignore[no-any-return]
+        found = mode_matmul(bridge.load(x, "x"), dict(zip(keys, loaded, strict=True)), sizes=sizes, precision=precision)
+        return bridge.give_back(found)  # type: ignore[no-any-return]
 
 
 def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | None, key: Hashable = None) -> Tensor:
@@ -101,6 +116,40 @@ def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | 
     if key is not None and len(runs) == 1 and x.is_contiguous() and list(of) == sorted(of) and takes_fast_path((x, *matrices)):
         _keep(key, (x, *matrices), runs[0], precision)
     return y
+
+
+def _multiply_tuples(x: Tensor, keys: list[Any], matrices: list[Any], sizes: Mapping[Any, Sequence[int]], precision: str | None) -> Tensor:
+    """The product of tensors, where some keys are tuples: with these one after the other, then with the others."""
+    check_tensor("x", x, x, "x")
+    dims = [[_dimension(d, x, keys) for d in (k if isinstance(k, tuple) else (k,))] for k in keys]
+    named = [d for of_key in dims for d in of_key]
+    if len(set(named)) < len(named) or not all(dims):
+        raise value_error("factors", "each dimension once", f"dimensions {keys} of an x with {x.ndim} dimensions")
+    for k, of_key, matrix in zip(keys, dims, matrices, strict=True):
+        if isinstance(k, tuple):
+            x = _multiply_tuple(x, of_key, matrix, sizes.get(k), f"factors[{k}]", precision)
+    others = [(d[0], m) for k, d, m in zip(keys, dims, matrices, strict=True) if not isinstance(k, tuple)]
+    return _multiply(x, [d for d, _ in others], [m for _, m in others], precision)
+
+
+def _multiply_tuple(x: Tensor, dims: list[int], matrix: Any, columns: Any, name: str, precision: str | None) -> Tensor:
+    """The product with a matrix over several dimensions, which are brought together where the last of them in memory is."""
+    given = [x.shape[d] for d in dims]
+    check_tensor(name, matrix, x, "x")
+    if matrix.ndim != _MATRIX or matrix.shape[0] != math.prod(given):
+        raise value_error(name, f"a matrix of {math.prod(given)} rows, the product of x's sizes {given}", f"shape {tuple(matrix.shape)}")
+    columns = given if columns is None else list(columns)
+    if len(columns) != len(dims) or math.prod(columns) != matrix.shape[1]:
+        raise value_error("sizes", f"{len(dims)} sizes, whose product is the {matrix.shape[1]} columns of {name}", columns)
+    order = _memory_order(x)
+    last = max(order.index(d) for d in dims)
+    before, after = ([d for d in part if d not in dims] for part in (order[:last], order[last:]))
+    moved = [*before, *dims, *after]
+    around = [[x.shape[d] for d in part] for part in (before, after)]
+    flat = x.permute(moved).reshape(math.prod(around[0]), math.prod(given), math.prod(around[1]))
+    y = _multiply(flat, [1], [matrix], precision).reshape([*around[0], *columns, *around[1]])
+    found: Tensor = y.permute([moved.index(d) for d in range(x.ndim)])
+    return found
 
 
 def _keep(key: Hashable, given: tuple[Tensor, ...], run: Run, precision: str | None) -> None:

@@ -108,3 +108,75 @@ def test_refusals() -> None:
     for factors, error, message in REFUSED.values():
         with pytest.raises(error, match=message):
             mode_matmul(X, factors)
+
+
+# ---- matrices over several dimensions --------------------------------------------------------------------------------------------
+
+
+def over_several(x: torch.Tensor, dims: tuple[int, ...], u: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """In float64 or complex128."""
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    given = [x.shape[d] for d in dims]
+    y = torch.tensordot(x.to(wide), u.to(wide).reshape(*given, *sizes), (list(dims), list(range(len(dims)))))
+    return y.movedim(list(range(-len(dims), 0)), [d % x.ndim for d in dims])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matrices_over_several_dimensions(dtype: torch.dtype, device: torch.device) -> None:
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    for dims in [(0, 2), (2, 0), (1, 2), (3, 1), (0, 1, 3), (-1, 0), (2,)]:
+        x = torch.randn(SHAPE, dtype=wide).to(device, dtype)
+        rows = int(np.prod([SHAPE[d] for d in dims]))
+        u = (torch.randn(rows, rows, dtype=wide) / rows**0.5).to(device, dtype)
+        assert_close(mode_matmul(x, {dims: u}), over_several(x, dims, u, tuple(SHAPE[d] for d in dims)), steps=4)
+        sizes = tuple(range(2, 2 + len(dims)))
+        v = torch.randn(rows, int(np.prod(sizes)), dtype=wide).to(device, dtype)
+        for given in (x, x.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2)):
+            found, wanted = mode_matmul(given, {dims: v}, sizes={dims: sizes}), over_several(x, dims, v, sizes)
+            assert_close(found, wanted, steps=4)
+            with pytest.raises(AssertionError):
+                assert_close(found * 1.5, wanted, steps=4)
+    x = torch.randn(SHAPE, dtype=wide).to(device, dtype)
+    u, f = torch.randn(15, 15, dtype=wide).to(device, dtype), torch.randn(6, 2, dtype=wide).to(device, dtype)
+    assert_close(mode_matmul(x, {(0, 2): u, 3: f}), einsum(over_several(x, (0, 2), u, (3, 5)), {3: f}), steps=8)
+
+
+def test_gates_on_random_pairs() -> None:
+    """A circuit of 4 qubits against tensordot, with gradients."""
+    torch.manual_seed(0)
+    n = 4
+    gates = [torch.linalg.qr(torch.randn(4, 4, dtype=torch.complex128)).Q for _ in range(5)]
+    pairs = [tuple(torch.randperm(n)[:2].tolist()) for _ in gates]
+
+    def circuit(state: torch.Tensor, *gates: torch.Tensor) -> torch.Tensor:
+        for pair, gate in zip(pairs, gates, strict=True):
+            state = mode_matmul(state, {pair: gate.mT})
+        return state
+
+    state = torch.randn([2] * n, dtype=torch.complex128)
+    expected = state
+    for pair, gate in zip(pairs, gates, strict=True):
+        expected = over_several(expected, pair, gate.mT, (2, 2))
+    assert_close(circuit(state, *gates), expected, rms_tol=1e-13, max_tol=1e-13)
+    given = [t.requires_grad_() for t in (state, *gates)]
+    assert torch.autograd.gradcheck(circuit, given, fast_mode=True)
+    assert torch.autograd.gradgradcheck(circuit, given, fast_mode=True)
+    of_arrays = mode_matmul(state.detach().numpy(), {(0, 2): gates[0].detach().mT.numpy()})
+    assert isinstance(of_arrays, np.ndarray)
+
+
+OF_SEVERAL = {
+    "rows": ({(0, 2): torch.ones(6, 6)}, None, ValueError, r"factors\[\(0, 2\)\]: expected a matrix of 8 rows"),
+    "columns": ({(0, 2): torch.ones(8, 6)}, None, ValueError, r"sizes: expected 2 sizes, whose product is the 6 columns .*; got \[2, 4\]"),
+    "sizes": ({(0, 2): torch.ones(8, 6)}, {(0, 2): (2, 2)}, ValueError, r"sizes: expected 2 sizes"),
+    "no such tuple": ({0: torch.ones(2, 2)}, {(0, 2): (2, 2)}, ValueError, "sizes: expected tuples of dimensions that factors has"),
+    "twice": ({(0, 2): torch.ones(8, 8), 2: torch.ones(4, 4)}, None, ValueError, "factors: expected each dimension once"),
+    "nothing": ({(): torch.ones(1, 1)}, None, ValueError, "factors: expected each dimension once"),
+    "a text": ({("a",): torch.ones(2, 2)}, None, TypeError, "factors: expected integers as dimensions"),
+}
+
+
+def test_refusals_of_several() -> None:
+    for factors, sizes, error, message in OF_SEVERAL.values():
+        with pytest.raises(error, match=message):
+            mode_matmul(X, factors, sizes=sizes)
