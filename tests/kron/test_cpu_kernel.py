@@ -128,6 +128,15 @@ def test_strides(kind, units):
         check(x, [f[:1].expand(f.shape) for f in factors], 0.5)
 
 
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("columns", [33, 65, 513])
+def test_a_unit_of_one_column(columns, dtype):
+    """The last one of these numbers of columns: its elements lie apart."""
+    for shapes in ([(40, 41)], [(20, 21), (30, 31)], [(64, 64)] * 2):
+        x = torch.randn(1, 1, math.prod(p for p, _ in shapes), columns).to(dtype)
+        check(x, [(torch.randn(1, p, q) / math.sqrt(p)).to(dtype) for p, q in shapes])
+
+
 def test_a_sum_does_not_depend_on_threads_or_units(units, threads):
     x, factors = make("a row beyond the cache", torch.float32)
     whole = torch.cat([fused.multiplied(x[:, i : i + 1], factors, 1.0) for i in range(2)], 1)

@@ -249,10 +249,13 @@ def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width):
 
 
 @numba.njit(error_model="numpy")
-def _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns):
-    """A factor ``[P, Q]`` on its mode of rows ``[before, P, after, columns]``; src_k and dst_k are the strides of their modes' elements."""
+def _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns, is_last):
+    """A factor ``[P, Q]`` on its mode of rows ``[before, P, after, columns]``; src_k and dst_k are the strides of their modes' elements.
+
+    is_last: whether no elements follow those of the mode, in x as a whole, not only in a unit of one column.
+    """
     size = _size(kind)
-    if after * columns == 1:
+    if is_last:
         if rows == 1 or (src_row == before * P and dst_row == before * Q):
             _product(kind, src, P, 1, f, fp, dst, Q, rows * before, P, Q)
         else:
@@ -321,7 +324,7 @@ def stage(p, kind):
                 dst, dst_row, dst_k = target, y_row, y_k
             else:
                 dst, dst_row, dst_k = first + which * buffer, before * Q * after * columns, columns
-            _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns)
+            _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns, after * R == 1)
             src, src_row, src_k, which = dst, dst_row, dst_k, 1 - which
         if y_kind:
             _round(kind, src, target, y_row, y_k, rows, width, columns, y_kind == BFLOAT16)
