@@ -159,8 +159,7 @@ class Multiply(NamedTuple):
         shape, count, (_, precision, left, _) = self.result_shape(x), len(self.factors), self[1:]
         problem = canonical(x, self.factors, left, build.reshape)
         given = [whole if _is_all(t, whole) else t for t, whole in zip((problem.x, *problem.factors), (x, *self.factors), strict=True)]
-        layouts = [Layout.of(t) for t in (problem.x, *problem.factors)]
-        plans = dict[tuple[bool, int], fused.Fused]()  # by whether alpha scales, and threads
+        x_layout, layouts = Layout.of(problem.x), tuple([Layout.of(f) for f in problem.factors])
         small, itemsize = small_product(build, x, self.factors, precision, left, backward=False), max(4, x.element_size())
         takes = build.device.type == "cpu" and fused.takes(problem.x, problem.factors)
 
@@ -170,11 +169,9 @@ class Multiply(NamedTuple):
                 return small(*given)
             (x, *matrices), z, (alpha, beta) = given[: count + 1], given[count + 1 : -2], given[-2:]
             if kernel is not None:
-                key = alpha != 1, torch.get_num_threads()
-                run = plans.get(key) or plans.setdefault(key, fused.Fused(layouts[0], layouts[1:], alpha != 1))
-                y = run(kernel, x, matrices, alpha)
+                y = fused.fused(x_layout, layouts, alpha != 1, torch.get_num_threads())(kernel, x, matrices, alpha)
             else:
-                x, *matrices = [t.as_strided(v.shape, v.strides) for t, v in zip((x, *matrices), layouts, strict=True)]
+                x, *matrices = [t.as_strided(v.shape, v.strides) for t, v in zip((x, *matrices), (x_layout, *layouts), strict=True)]
                 with torch_products(x, precision):
                     y = torch_backend.by_torch(x, matrices, alpha)
             return torch_steps.scaled(y.view(shape), z[0] if z else None, 1, beta)
@@ -233,19 +230,35 @@ class Multiply(NamedTuple):
         def of_nothing(x: Tensor) -> list[Tensor]:
             return [x.new_zeros(r.shape, dtype=r.dtype) for r in results]
 
-        def by_torch(dy: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
-            *factors, alpha = given
-            if x.is_complex():
-                x, factors = x.conj(), [f.conj() for f in factors]
-            with torch_products(x, precision):
-                problem = canonical(x, factors, left)
-                dx4, dfs = torch_backend.backward(problem.pack(dy), problem.x, problem.factors, alpha, need_x, need_factors)
-            return [_fit(f, t) for f, t in zip(_unpacked(problem, dx4, dfs), wanted(x, factors, need_x, need_factors), strict=True)]
-
         if dy.numel() == 0 or x.numel() == 0:
             made = build.call(of_nothing, (x,), *results)
-        else:
-            made = build.call(by_torch, (dy, x, *self.factors), *results, scalars=self._scalars[:1])
+            return [made] if len(results) == 1 else made
+        problem = canonical(x, self.factors, left, build.reshape)
+        operands, wholes = (problem.pack(dy), problem.x, *problem.factors), (dy, x, *self.factors)
+        given = [whole if _is_all(t, whole) else t for t, whole in zip(operands, wholes, strict=True)]
+        dy_layout, x_layout, *layouts = (Layout.of(t) for t in operands)
+        kernel_key = x_layout, tuple(layouts), False
+        kernel_wanted, itemsize = fused.Wanted(dy_layout, need_x, tuple(need_factors)), max(4, x.element_size())
+        takes = build.device.type == "cpu" and any(need_factors) and fused.takes(problem.x, problem.factors)
+        form = Canonical(describe((0,), x.dtype), [], problem.batch, problem.factor_batch, left)
+
+        def by_torch(dy: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
+            *factors, alpha = given
+            kernel = compiled.kernel(itemsize) if takes else None
+            if kernel is not None:
+                run = fused.fused(*kernel_key, torch.get_num_threads(), kernel_wanted)
+                dx4, dfs = run.gradients(kernel, dy, x, factors, alpha)
+            else:
+                dy, x, *factors = (
+                    t.as_strided(v.shape, v.strides) for t, v in zip((dy, x, *factors), (dy_layout, x_layout, *layouts), strict=True)
+                )
+                if x.is_complex():
+                    x, factors = x.conj(), [f.conj() for f in factors]
+                with torch_products(x, precision):
+                    dx4, dfs = torch_backend.backward(dy, x, factors, alpha, need_x, need_factors)
+            return [_fit(f, t) for f, t in zip(_unpacked(form, dx4, dfs), results, strict=True)]
+
+        made = build.call(by_torch, given, *results, scalars=self._scalars[:1])
         return [made] if len(results) == 1 else made
 
 
@@ -280,6 +293,9 @@ def small_product(
     shapes = [(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors]
     is_one_product = count == 1 and not backward and x.element_size() >= 4  # whose result is all the memory that it takes
     if not (is_one_product or torch_steps.is_small(shapes, rows * columns)):
+        return None
+    has_kernel = backward and build.device.type == "cpu" and compiled.is_installed() and fused.takes(x, [f[None] for f in factors])
+    if has_kernel and not torch_steps.is_least(shapes, rows * columns):
         return None
     multiply_small = torch_steps.small_multiply(shapes, rows, columns, shape, left)
 

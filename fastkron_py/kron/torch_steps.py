@@ -211,6 +211,7 @@ def _sum_by_onednn(a: Tensor, b: Tensor) -> Tensor | None:
 # Python does.
 
 SMALL_ELEMENTS: Final = 1 << 20  # of operand and of result
+LEAST_ELEMENTS: Final = 1 << 13  # by which the CPU kernel's gradients take longer than autograd's of two products
 
 
 def is_small(shapes: Shapes, elements: int) -> bool:
@@ -222,6 +223,13 @@ def is_small(shapes: Shapes, elements: int) -> bool:
     """
     k, n = (math.prod([s[i] for s in shapes]) for i in (0, 1))
     return elements * max(k, n) <= SMALL_ELEMENTS or (len(shapes) == 1 and k * n > BLOCK_ELEMENTS)
+
+
+def is_least(shapes: Shapes, elements: int) -> bool:
+    """Whether autograd takes less time for a small multiply than the CPU kernel's gradients: one factor, or two and little."""
+    return len(shapes) == 1 or (
+        len(shapes) == 2 and elements * max([math.prod(side) for side in zip(*shapes, strict=True)]) <= LEAST_ELEMENTS
+    )
 
 
 def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ...], is_transposed: bool) -> Callable[..., Tensor]:

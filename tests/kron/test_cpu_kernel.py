@@ -48,7 +48,8 @@ PROBLEMS = {
 def units(request, monkeypatch):
     """Sizes that make small problems take the branches of large ones; plans are of the test alone."""
     if request.param != "units as they are":
-        monkeypatch.setattr(plan, "UNIT_BYTES", 256)
+        monkeypatch.setattr(fused, "UNIT_BYTES", 256)
+        monkeypatch.setattr(fused, "GRADIENT_BYTES", 256)
         monkeypatch.setattr(plan, "LEAST_COLUMNS", 7)
         monkeypatch.setattr(plan, "ALONE_COLUMNS", 9)
         monkeypatch.setattr(plan, "THREAD_WORK", 1)
@@ -56,10 +57,12 @@ def units(request, monkeypatch):
     if request.param == "stages of one step":
         monkeypatch.setattr(plan, "BUFFER_BYTES", 1)
         monkeypatch.setattr(plan, "ROW_BYTES", 1)
-    plan.plan.cache_clear()
+    for cached in (plan.plan, fused.fused):
+        cached.cache_clear()
     yield request.param
     monkeypatch.undo()
-    plan.plan.cache_clear()
+    for cached in (plan.plan, fused.fused):
+        cached.cache_clear()
 
 
 @pytest.fixture(params=[1, 2], ids="threads={}".format)
@@ -188,6 +191,105 @@ def test_public_calls(threads):
     negative = torch.randn(8, 24, dtype=torch.complex64).conj().imag  # a view whose sign torch has put off
     assert negative.is_neg()
     assert_close(fastkron_py.kron_matmul(negative, factors), reference.kron_matmul(negative.double(), wide), steps=2)
+
+
+# ---- gradients -------------------------------------------------------------------------------------
+
+
+def gradients(dy, x, factors, needs=None, alpha=1.0):
+    """dx and the factors' gradients: needs says which."""
+    need_x, *need_factors = needs or [True] * (1 + len(factors))
+    layouts = tuple([fused.Layout.of(f) for f in factors])
+    wanted = fused.Wanted(fused.Layout.of(dy), need_x, tuple(need_factors))
+    run = fused.fused(fused.Layout.of(x), layouts, False, torch.get_num_threads(), wanted)
+    dx, dfs = run.gradients(compiled.kernel(max(4, x.element_size())), dy, x, factors, alpha)
+    return [dx, *dfs]
+
+
+def check_gradients(dy, x, factors, needs=None, alpha=1.0):
+    operands = [t.double().requires_grad_() for t in (x, *factors)]
+    y = reference.kron_matmul(operands[0].movedim(3, 2), [f[:, None] for f in operands[1:]], alpha=alpha).movedim(2, 3)
+    truth = torch.autograd.grad(y, operands, dy.double())
+    found = gradients(dy, x, factors, needs, alpha)
+    for i, (gradient, true, t) in enumerate(zip(found, truth, (x, *factors), strict=True)):
+        if needs is not None and not needs[i]:
+            assert gradient is None
+            continue
+        assert (gradient.shape, gradient.dtype) == (true.shape, t.dtype)
+        assert (gradient.double() - true).norm() <= 3 * LIMITS[t.dtype] * true.norm()
+    return found
+
+
+def cotangent(x, factors):
+    return torch.randn(*x.shape[:2], math.prod([f.shape[2] for f in factors]), x.shape[3]).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_gradients(dtype, units, threads):
+    """Also bit by bit the same in another call."""
+    for name in PROBLEMS:
+        x, factors = make(name, dtype)
+        if fused.takes(x, factors):
+            dy = cotangent(x, factors)
+            found = check_gradients(dy, x, factors)
+            assert all([torch.equal(a, b) for a, b in zip(found, gradients(dy, x, factors), strict=True)]), name
+    check_gradients(dy, x, factors, alpha=-0.3)
+
+
+def test_gradients_that_are_wanted(units):
+    """Each set of them; factors of another dtype than x."""
+    for name in ("primes", "narrow", "columns and rows", "a row beyond the cache", "groups"):
+        x, factors = make(name, torch.float32)
+        dy = cotangent(x, factors)
+        for wanted in ([1, *[0] * len(factors)], [0, *[1] * len(factors)], [0, 1], [1, 0, 1], [0, *[0] * (len(factors) - 1), 1]):
+            needs = [bool(w) for w in (wanted + [0] * len(factors))[: 1 + len(factors)]]
+            check_gradients(dy, x, factors, needs)
+    x, factors = make("narrow", torch.bfloat16)
+    check_gradients(cotangent(x, factors), x, [factors[0].float(), *factors[1:]])
+
+
+@pytest.mark.parametrize("kind", ["transposed", "expanded", "every other"])
+def test_gradients_of_strides(kind, units):
+    for name in ("eights", "columns and rows", "groups", "many columns", "a row beyond the cache"):
+        x, factors = make(name, torch.float32)
+        turn = {
+            "transposed": lambda t: t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+            "expanded": lambda t: t[:, :1].expand(t.shape),
+            "every other": lambda t: t.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, ::2, ::2],
+        }[kind]
+        check_gradients(turn(cotangent(x, factors)), turn(x), [f.mT.contiguous().mT for f in factors])
+
+
+def test_gradients_of_units_of_one_column():
+    for columns in (33, 65):
+        x, factors = torch.randn(1, 1, 600, columns), [torch.randn(1, 20, 21), torch.randn(1, 30, 31)]
+        check_gradients(cotangent(x, factors), x, factors)
+
+
+def test_gradients_of_infinities(units):
+    """NaN where the dense product's gradients have it."""
+    x, factors = make("eights", torch.float32)
+    dy = cotangent(x, factors)
+    dy[0, 3, 7] = math.inf
+    dx, *_ = gradients(dy, x, factors)
+    dense = torch.einsum("blnr,bkn->blkr", dy, reference.kron_dense(factors))
+    assert torch.equal(dx.isnan(), dense.isnan())
+    x[0, 5] = math.nan
+    assert all([bool(df.isnan().all()) for df in gradients(dy, x, factors)[1:]])
+
+
+def test_a_thread_keeps_little_memory(monkeypatch):
+    """And what it keeps is not read again."""
+    x, factors = make("a row beyond the cache", torch.float32)
+    dy = cotangent(x, factors)
+    found = gradients(dy, x, factors)
+    assert fused._scratch(1).numel() <= fused.KEPT_BYTES
+    fused._scratch(1).fill_(255)
+    assert all([torch.equal(a, b) for a, b in zip(found, gradients(dy, x, factors), strict=True)])
+    monkeypatch.setattr(fused, "KEPT_BYTES", 0)
+    kept = fused._scratch(1)
+    assert fused._scratch(kept.numel() + 1) is not kept
+    assert fused._scratch(1) is kept
 
 
 def test_gradients_through_it():

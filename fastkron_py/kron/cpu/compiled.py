@@ -30,11 +30,13 @@ class Kernel(NamedTuple):
 
     Attributes:
         form: writes matrices.
+        split: writes gradients of factors.
         stage: runs a stage in this thread.
         parallel: runs it in a number of threads.
     """
 
     form: Callable[[int], None]
+    split: Callable[[int], None]
     stage: Callable[[int], None]
     parallel: Callable[[int, int], None]
 
@@ -70,7 +72,7 @@ def _compile(itemsize: int) -> None:
     try:
         from fastkron_py.kron.cpu import kernels
 
-        stage, form = kernels.compiled(kernels.stage, itemsize), kernels.compiled(kernels.form, itemsize)
+        stage, form, split = (kernels.compiled(function, itemsize) for function in (kernels.stage, kernels.form, kernels.split))
     except Exception as error:  # torch's products serve
         logger.warning("fastkron_py's CPU kernel cannot be compiled: %s", error)
         return
@@ -81,7 +83,7 @@ def _compile(itemsize: int) -> None:
 
     run = function(stage.address)
     one = lambda address, count: run(address)  # noqa: E731
-    _found[itemsize] = Kernel(function(form.address), run, one if threads is None else parallel)
+    _found[itemsize] = Kernel(function(form.address), function(split.address), run, one if threads is None else parallel)
 
 
 @lru_cache(maxsize=1)

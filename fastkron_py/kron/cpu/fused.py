@@ -1,9 +1,10 @@
-"""A multiply by the CPU kernel: its integers are written when a program is built, and have their addresses in a call."""
+"""A multiply by the CPU kernel, or its gradients: the integers are written when a program is built, and have their addresses in a call."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -14,15 +15,18 @@ from torch import Tensor
 from fastkron_py.kron.cpu import compiled
 from fastkron_py.kron.cpu.compiled import Kernel
 from fastkron_py.kron.cpu.layout import BFLOAT16, FACTOR, HALF, HEAD, SAME, STEP
-from fastkron_py.kron.cpu.plan import THREAD_WORK, Plan, Sizes, Stage, plan
+from fastkron_py.kron.cpu.plan import GRADIENT_BYTES, THREAD_WORK, UNIT_BYTES, Matrix, Sizes, Stage, plan
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.program import bits
 
 KINDS: Final = {torch.float32: SAME, torch.float64: SAME, torch.float16: HALF, torch.bfloat16: BFLOAT16}
 LARGE: Final = 1 << 18  # elements of a factor by which torch's products are as fast
 FEW_COLUMNS: Final = 6  # fewer fill no vector: they are turned into rows
+PARTS: Final = 64  # at most, but for the threads, whose sums of gradients are added up at the end, as far as those take less than x
+KEPT_BYTES: Final = 1 << 26  # of scratch memory that a thread keeps: the system clears new pages, which takes as long as the products
 _ALIGNMENT: Final = 64
 _ADDRESS: Final = ctypes.sizeof(ctypes.c_int64)
+_kept: Final = threading.local()
 
 
 class Layout(NamedTuple):
@@ -46,16 +50,18 @@ def takes(x: Tensor, factors: Sequence[Tensor]) -> bool:
     return all([f.dtype in allowed for f in factors]) and min([f.shape[1] * f.shape[2] for f in factors]) <= LARGE
 
 
-def _sizes(x: Layout, factors: Sequence[Layout]) -> Sizes:
-    groups, rows, _, columns = x.shape
-    shapes = tuple([(f.shape[1], f.shape[2]) for f in factors])
-    return Sizes(shapes, groups, rows, columns, max(4, x.dtype.itemsize), torch.get_num_threads())
+class Wanted(NamedTuple):
+    """The gradients that are computed, for dy of a layout: x's, and which factors'."""
+
+    dy: Layout
+    x: bool
+    factors: tuple[bool, ...]
 
 
 @lru_cache(maxsize=1024)
-def fused(x: Layout, factors: tuple[Layout, ...], is_scaled: bool, threads: int) -> Fused:
-    """The multiply of operands like these, kept for as many threads."""
-    return Fused(x, factors, is_scaled)
+def fused(x: Layout, factors: tuple[Layout, ...], is_scaled: bool, threads: int, wanted: Wanted | None = None) -> Fused:
+    """The multiply of operands like these, or its gradients, for as many threads."""
+    return Fused(x, factors, is_scaled, threads, wanted)
 
 
 def multiplied(x: Tensor, factors: Sequence[Tensor], alpha: float) -> Tensor | None:
@@ -63,7 +69,19 @@ def multiplied(x: Tensor, factors: Sequence[Tensor], alpha: float) -> Tensor | N
     kernel = compiled.kernel(max(4, x.element_size())) if x.is_cpu and takes(x, factors) else None
     if kernel is None:
         return None
-    return fused(Layout.of(x), tuple([Layout.of(f) for f in factors]), alpha != 1, torch.get_num_threads())(kernel, x, factors, alpha)
+    run = fused(Layout.of(x), tuple([Layout.of(f) for f in factors]), alpha != 1, torch.get_num_threads())
+    return run(kernel, x, factors, alpha)
+
+
+def _scratch(nbytes: int) -> Tensor:
+    """Memory of at least this size, whose content is not kept; little is this thread's from call to call."""
+    kept: Tensor | None = getattr(_kept, "memory", None)
+    if kept is not None and kept.numel() >= nbytes:
+        return kept
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    if nbytes <= KEPT_BYTES:
+        _kept.memory = memory
+    return memory
 
 
 def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
@@ -71,7 +89,7 @@ def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
 
 
 def _is_read(x: Layout, stage: Stage) -> bool:
-    """Whether a first stage reads x as it is: columns lie side by side, and so do the modes that the stage leaves alone."""
+    """Whether a stage reads an operand as it is: columns lie side by side, and so do the modes that the stage leaves alone."""
     (_, rows, length, columns), (_, row, k, column) = x.shape, x.strides
     k = 1 if length == 1 else k
     if not (column == 1 if columns > 1 else k == 1):
@@ -79,33 +97,90 @@ def _is_read(x: Layout, stage: Stage) -> bool:
     return (stage.rows == rows or rows == 1 or row == length * k) and (stage.columns == columns or k == columns)
 
 
-class Fused:
-    """``alpha * x (F1 (x) ... (x) FN)``, for operands of these layouts."""
+class _Operand(NamedTuple):
+    """x or dy: what is given, what the kernel reads, and whether that is a copy, in which columns may have become rows."""
 
-    def __init__(self, x: Layout, factors: Sequence[Layout], is_scaled: bool) -> None:
+    given: Layout
+    read: Layout
+    is_turned: bool
+    is_copied: bool
+
+    @classmethod
+    def of(cls, given: Layout, stage: Stage, is_turned: bool) -> _Operand:
+        """For the stage that reads it."""
+        groups, rows, length, columns = given.shape
+        is_copied = is_turned or not _is_read(given, stage)
+        shape = (groups, rows * columns, length, 1) if is_turned else given.shape
+        return cls(given, _contiguous(shape, given.dtype) if is_copied else given, is_turned, is_copied)
+
+    def ready(self, t: Tensor) -> Tensor:
+        """The tensor that the kernel reads."""
+        if not self.is_copied:
+            return t
+        t = t.as_strided(self.given.shape, self.given.strides)
+        return (t.transpose(2, 3) if self.is_turned else t).contiguous()
+
+    def turned_back(self, y: Tensor) -> Tensor:
+        """A result with the columns of what was given."""
+        if not self.is_turned:
+            return y
+        return y.view(*self.given.shape[:2], self.given.shape[3], -1).transpose(2, 3).contiguous()
+
+
+class _Sum(NamedTuple):
+    """The gradient of a matrix, in parts: their place, number, and elements of all matrices in each; turned, it is ``[Q, P]``."""
+
+    matrix: int
+    place: int
+    parts: int
+    elements: int
+    is_turned: bool
+
+
+class Fused:
+    """``alpha * x (F1 (x) ... (x) FN)``, or its gradients, for operands of these layouts."""
+
+    def __init__(self, x: Layout, factors: Sequence[Layout], is_scaled: bool, threads: int, wanted: Wanted | None = None) -> None:
         """Plan it.
 
         Args:
             x: ``[B, L, K, R]``.
             factors: ``[B, P_i, Q_i]``.
             is_scaled: whether alpha is not 1.
+            threads: at most.
+            wanted: the gradients, without alpha; None for the product.
         """
-        self._given_x, self._is_turned = x, 1 < x.shape[3] < FEW_COLUMNS
-        if self._is_turned:
-            x = _contiguous((x.shape[0], x.shape[1] * x.shape[3], x.shape[2], 1), x.dtype)
-        sizes = _sizes(x, factors)
+        groups, rows, _, columns = x.shape
+        is_turned = 1 < columns < FEW_COLUMNS
+        rows, columns = (rows * columns, 1) if is_turned else (rows, columns)
         self._dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        self._plan: Plan = plan(sizes)
-        self._copies = self._is_turned or not _is_read(x, self._plan.stages[0])
-        x = _contiguous(x.shape, x.dtype) if self._copies else x
-        self._x, self._factors, self._sizes = x, factors, sizes
-        self._shape = (sizes.groups, sizes.rows, math.prod([q for _, q in sizes.shapes]), sizes.columns)
+        shapes = tuple([(f.shape[1], f.shape[2]) for f in factors])
+        unit_bytes = UNIT_BYTES if wanted is None else GRADIENT_BYTES
+        self._sizes = Sizes(shapes, groups, rows, columns, self._dtype.itemsize, threads, unit_bytes)
+        self._plan, self._factors, self._wanted = plan(self._sizes), factors, wanted
+        stages = self._plan.stages
+        self._x = _Operand.of(x, stages[0], is_turned)
+        self._dy = None if wanted is None else _Operand.of(wanted.dy, stages[-1], is_turned)
+        self._shape = (groups, rows, math.prod([p if wanted else q for p, q in shapes]), columns)
+        self._first = len(factors)  # the number of x; that of the result follows, and that of dy
+        self._layouts = {self._first: self._x.read, self._first + 1: _contiguous(self._shape, x.dtype)}
+        if self._dy is not None:
+            self._layouts[self._first + 2] = self._dy.read
         self._nbytes, self._ints = 0, [0]
         self._scratch, self._given = list[tuple[int, int]](), list[tuple[int, int]]()  # (integer, offset), (integer, number)
-        self._alpha: int | None = None
+        self._alpha: int | None = None  # where its bits are
         self._matrices: list[tuple[int, tuple[int, ...]]] = []  # of each: its number, or less than 0 its offset - 1; strides
+        self._prefixes = dict[tuple[int, int], tuple[int, Layout]]()  # products of factors[first:number], by place
         self._write_matrices(is_scaled)
-        self._runs = self._write_stages()
+        self._transposed = [] if wanted is None else [self._write_transposed(i) for i in range(len(self._matrices))]
+        self._runs = list[tuple[int, bool]]()  # where the integers of each stage begin, and whether threads share it
+        self._sums = list[_Sum]()
+        self._gradients = dict[int, tuple[tuple[int, ...], bool]]()  # of factors: how they lie in memory, and whether that is ``[Q, P]``
+        self._split = 0  # where the integers begin that add them up
+        if wanted is None:
+            self._write_products(stages, self._first + 1)
+        else:
+            self._write_gradients(stages, wanted)
         self._template = (ctypes.c_int64 * len(self._ints))(*self._ints)
         self._kind = type(self._template)
 
@@ -119,16 +194,42 @@ class Fused:
             alpha: scales the product.
         """
         y = x.new_empty(self._shape)
-        if self._copies:
-            x = x.as_strided(self._given_x.shape, self._given_x.strides)
-            x = (x.transpose(2, 3) if self._is_turned else x).contiguous()
+        self._run(kernel, (*factors, self._x.ready(x), y), alpha)
+        return self._x.turned_back(y)
+
+    def gradients(
+        self, kernel: Kernel, dy: Tensor, x: Tensor, factors: Sequence[Tensor], alpha: float
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """dx, contiguous, and the gradients of the factors ``[B, P_i, Q_i]``; those that are wanted.
+
+        Args:
+            kernel: as in a call.
+            dy: likewise.
+            x: likewise.
+            factors: likewise.
+            alpha: scales the product.
+        """
+        wanted, dy_operand = self._wanted, self._dy
+        if wanted is None or dy_operand is None:
+            raise ValueError("expected a program of gradients; got that of a product")
+        dx = x.new_empty(self._shape if wanted.x else (0,))
+        dfs: list[Tensor | None] = [None] * len(factors)
+        for i, (shape, is_turned) in self._gradients.items():
+            df = factors[i].new_empty(shape)
+            dfs[i] = df.mT if is_turned else df
+        self._run(kernel, (*factors, self._x.ready(x), dx, dy_operand.ready(dy), *[x if df is None else df for df in dfs]), alpha)
+        if not wanted.x:
+            return None, dfs
+        return self._x.turned_back(dx if alpha == 1 else dx.mul_(alpha)), dfs
+
+    def _run(self, kernel: Kernel, given: Sequence[Tensor], alpha: float) -> None:
+        """Run the stages on operands by number."""
         ints = self._kind.from_buffer_copy(self._template)
         if self._nbytes:
-            scratch = x.new_empty(self._nbytes, dtype=torch.uint8)
+            scratch = _scratch(self._nbytes)
             base = scratch.data_ptr()
             for i, offset in self._scratch:
                 ints[i] = base + offset
-        given = (*factors, x, y)
         for i, number in self._given:
             ints[i] = given[number].data_ptr()
         if self._alpha is not None:
@@ -142,9 +243,8 @@ class Fused:
                 kernel.parallel(address + _ADDRESS * place, count)
             else:
                 kernel.stage(address + _ADDRESS * place)
-        if self._is_turned:
-            y = y.view(*self._given_x.shape[:2], self._given_x.shape[3], -1).transpose(2, 3).contiguous()
-        return y
+        if self._split:
+            kernel.split(address + _ADDRESS * self._split)
 
     # ---- the integers ----------------------------------------------------------------------------
 
@@ -164,74 +264,164 @@ class Fused:
         smallest = min(range(len(matrices)), key=lambda i: matrices[i].p * matrices[i].q)
         for i, m in enumerate(matrices):
             scales, f = is_scaled and i == smallest, self._factors[m.first]
-            has_columns = self._sizes.columns > 1 or any([min(n.p, n.q) > 1 for n in matrices[i + 1 :]])  # else its rows are vectors
-            is_direct = m.last == m.first + 1 and f.dtype == self._dtype and not scales and (f.strides[2] == 1 or has_columns)
+            is_direct = m.last == m.first + 1 and f.dtype == self._dtype and not scales and (f.strides[2] == 1 or not self._is_last(i))
             self._matrices.append((m.first, f.strides) if is_direct else self._write_form(m.first, m.last, scales))
+
+    def _is_last(self, i: int) -> bool:
+        """Whether a matrix may have the mode that nothing follows in memory: the rows of such a matrix are vectors."""
+        return self._sizes.columns == 1 and all([min(m.p, m.q) == 1 for m in self._plan.matrices[i + 1 :]])
+
+    def _write_transposed(self, i: int) -> tuple[int, tuple[int, ...]]:
+        """The matrix of a step back: its place and strides."""
+        (place, (group, row, column)), m = self._matrices[i], self._plan.matrices[i]
+        if row == 1 or not self._is_last(i):
+            return place, (group, column, row)
+        groups = 1 if group == 0 else self._sizes.groups
+        place, layout = self._write_product(None, (place, Layout((groups, m.q, m.p), (group, column, row), self._dtype)), False)
+        return place, layout.strides
 
     def _write_form(self, first: int, last: int, scales: bool) -> tuple[int, tuple[int, ...]]:
         """The product of factors, one after the other."""
-        place, layout = None, Layout((1, 1, 1), (0, 0, 0), self._dtype)
-        pairs = range(first + 1, last) if last > first + 1 else (first,)
-        if last > first + 1:
-            place, layout = first, self._factors[first]
-        for number in pairs:
-            f, start = self._factors[number], len(self._ints)
-            groups = 1 if f.strides[0] == 0 and layout.strides[0] == 0 else self._sizes.groups
-            p, q = layout.shape[1] * f.shape[1], layout.shape[2] * f.shape[2]
-            offset = self._reserve(groups * p * q * self._dtype.itemsize)
-            self._ints += [0, groups, bits(1.0), 0, *self._factor(layout), 0, *self._factor(f)]
-            self._point(start, -1 - offset)
-            self._point(start + 3 + FACTOR, number)
-            if place is not None:
-                self._point(start + 3, place)
-            self._ints[0] += 1
-            if scales and number == last - 1:
-                self._alpha = start + 2
-            place, layout = -1 - offset, Layout((groups, p, q), (p * q if groups > 1 else 0, q, 1), self._dtype)
-        return place if place is not None else 0, layout.strides
+        found = None if last == first + 1 else (first, self._factors[first])
+        for number in range(first if found is None else first + 1, last):
+            if found is not None:
+                self._prefixes[first, number] = found
+            found = self._write_product(found, (number, self._factors[number]), scales and number == last - 1)
+        place, layout = found or (first, self._factors[first])
+        return place, layout.strides
+
+    def _write_product(self, a: tuple[int, Layout] | None, b: tuple[int, Layout], scales: bool) -> tuple[int, Layout]:
+        """The product of two matrices, each by its place, or a copy of one; its place and layout."""
+        (place, layout), start = a or (0, Layout((1, 1, 1), (0, 0, 0), self._dtype)), len(self._ints)
+        number, f = b
+        groups = 1 if f.strides[0] == 0 and layout.strides[0] == 0 else self._sizes.groups
+        p, q = layout.shape[1] * f.shape[1], layout.shape[2] * f.shape[2]
+        offset = self._reserve(groups * p * q * self._dtype.itemsize)
+        self._ints += [0, groups, bits(1.0), 0, *self._factor(layout), 0, *self._factor(f)]
+        self._point(start, -1 - offset)
+        self._point(start + 3 + FACTOR, number)
+        if a is not None:
+            self._point(start + 3, place)
+        self._ints[0] += 1
+        if scales:
+            self._alpha = start + 2
+        return -1 - offset, Layout((groups, p, q), (p * q if groups > 1 else 0, q, 1), self._dtype)
 
     def _factor(self, f: Layout) -> list[int]:
         return [*f.strides, *f.shape[1:], SAME if f.dtype == self._dtype else KINDS[f.dtype]]
 
-    def _write_stages(self) -> list[tuple[int, bool]]:
-        """Where the integers of each stage begin, and whether threads share it."""
-        runs, source, last = list[tuple[int, bool]](), None, self._plan.stages[-1]
-        x, kind = len(self._factors), KINDS[self._x.dtype]
-        for stage in self._plan.stages:
-            elements = self._sizes.groups * stage.rows * stage.columns * stage.width
-            target = None if stage is last else self._reserve(elements * self._dtype.itemsize)
-            place, is_shared = len(self._ints), stage.work >= THREAD_WORK
-            runs.append((place, is_shared))
-            self._ints += [0] * (HEAD + STEP * len(stage.steps))
-            self._operand(place + 2, x if source is None else -1 - source, stage, stage.length, kind if source is None else SAME)
-            if source is None:
-                self._ints[place + 3 : place + 6] = self._first_strides(stage)
-            self._operand(place + 7, x + 1 if target is None else -1 - target, stage, stage.width, kind if stage is last else SAME)
-            self._write_stage(place, stage, self._sizes.threads if is_shared else 1)
-            source = target
-        return runs
+    def _write_products(self, stages: Sequence[Stage], result: int | None) -> list[int]:
+        """Stages of products from x; returns the places of what each reads, and of what the last one writes: the result, or new memory."""
+        places = [self._first]
+        for stage in stages:
+            target = self._memory(stage, stage.width) if result is None or stage is not stages[-1] else result
+            at = self._write_stage(stage, places[-1], len(stage.steps), 2)
+            self._write_operand(at + 7, target, stage, stage.width)
+            places.append(target)
+        return places
 
-    def _operand(self, at: int, place: int, stage: Stage, length: int, kind: int) -> None:
-        """A contiguous operand or result ``[groups, rows, length, columns]``."""
-        self._point(at, place)
-        self._ints[at + 1 : at + 5] = [stage.rows * length * stage.columns, length * stage.columns, stage.columns, kind]
+    def _write_gradients(self, stages: Sequence[Stage], wanted: Wanted) -> None:
+        """Stages of products up to the last one, then stages of gradients back to x, or to the first factor whose gradient is wanted."""
+        needed = [[any(wanted.factors[m.first : m.last]) for m in [self._plan.matrices[s.matrix] for s in stage.steps]] for stage in stages]
+        lowest = 0 if wanted.x else min([i for i, needs in enumerate(needed) if any(needs)])
+        places, dy = self._write_products(stages[:-1], None), self._first + 2
+        for i in reversed(range(lowest, len(stages))):
+            stage, needs = stages[i], needed[i]
+            ends, taken = i == lowest and not wanted.x, max([0, *[j for j, need in enumerate(needs) if need]])
+            at = self._write_stage(stage, places[i], taken, len(needs) + 2)
+            self._write_operand(at + 27, dy, stage, stage.width)
+            self._write_sums(at, stage, needs)
+            if not ends:
+                dy = self._first + 1 if i == 0 else self._memory(stage, stage.length)
+                self._write_operand(at + 7, dy, stage, stage.length)
+            for j, step in enumerate(stage.steps):
+                if not (ends and j == needs.index(True)):
+                    place, strides = self._transposed[step.matrix]
+                    self._point(at + HEAD + STEP * j + 8, place)
+                    self._ints[at + HEAD + STEP * j + 9 : at + HEAD + STEP * j + 12] = strides
+        self._write_split(wanted)
 
-    def _first_strides(self, stage: Stage) -> list[int]:
-        """Those of x's groups, rows and elements of a row, where the stage may take rows of x apart, or columns together."""
-        group, row, k, _ = self._x.strides
-        k = 1 if self._sizes.columns == 1 else k
-        k = stage.columns if stage.columns > self._sizes.columns else k
-        return [group, row if stage.rows == self._sizes.rows else stage.length * k, k]
+    def _write_sums(self, at: int, stage: Stage, needs: Sequence[bool]) -> None:
+        """Where a stage adds up the gradients of its matrices."""
+        matrices, elements = [self._plan.matrices[step.matrix] for step in stage.steps], 0
+        elements = sum([m.p * m.q for m, need in zip(matrices, needs, strict=True) if need])
+        if not elements:
+            return
+        groups, units = self._ints[at + 18 : at + 20]
+        size = groups * stage.rows * stage.columns * max(stage.length, stage.width)
+        parts = max(1, -(-self._sizes.threads // groups), min(PARTS // groups, size // (groups * elements)))
+        self._ints[at + 20] = parts = min(parts, units)
+        place, first = -1 - self._reserve(groups * parts * elements * self._dtype.itemsize), 0
+        self._point(at + 32, place)
+        self._ints[at + 33] = elements
+        for j, (step, m, need) in enumerate(zip(stage.steps, matrices, needs, strict=True)):
+            if need:
+                self._ints[at + HEAD + STEP * j + 12] = first
+                is_turned = step.after * stage.columns == 1 and m.q < m.p
+                self._sums.append(_Sum(step.matrix, place - first * self._dtype.itemsize, parts, elements, is_turned))
+                first += m.p * m.q
 
-    def _write_stage(self, place: int, stage: Stage, threads: int) -> None:
-        blocks, chunks = -(-stage.rows // stage.unit_rows), -(-stage.columns // stage.unit_columns)
-        is_direct = len(stage.steps) == 1 and KINDS[self._x.dtype] == SAME  # from x to y without a buffer
+    def _write_split(self, wanted: Wanted) -> None:
+        """The integers by which the gradients of matrices become those of factors."""
+        self._split, groups, itemsize = len(self._ints), self._sizes.groups, self._dtype.itemsize
+        self._alpha = self._split + 1
+        self._ints += [len(self._sums), bits(1.0), 0]
+        self._point(self._split + 2, -1 - self._reserve(2 * itemsize))
+        for found in self._sums:
+            m, at = self._plan.matrices[found.matrix], len(self._ints)
+            is_written = m.last == m.first + 1 and self._factors[m.first].dtype == self._dtype  # as the factor's gradient
+            self._point(at, self._first + 3 + m.first if is_written else -1 - self._reserve(groups * m.p * m.q * itemsize))
+            self._point(at + 1, found.place)
+            strides = (1, m.p) if found.is_turned else (m.q, 1)
+            self._ints += [0, 0, groups, found.parts, found.elements, m.p * m.q, *strides, 0 if is_written else m.last - m.first]
+            for number in reversed(range(m.first, m.last)):
+                p, q = self._factors[number].shape[1:]
+                if wanted.factors[number]:
+                    self._gradients[number] = (groups, q, p) if found.is_turned else (groups, p, q), found.is_turned
+                if not is_written:
+                    self._write_split_factor(m, number, found.is_turned, wanted.factors[number])
+
+    def _write_split_factor(self, m: Matrix, number: int, is_turned: bool, need: bool) -> None:
+        f, at, one = self._factors[number], len(self._ints), Layout((1, 1, 1), (0, 0, 0), self._dtype)
+        place, before = self._prefixes.get((m.first, number), (None, one))
+        if place is not None:
+            self._point(at, place)
+        self._point(at + FACTOR, number)
+        if need:
+            self._point(at + 2 * FACTOR, self._first + 3 + number)
+        if number > m.first:
+            self._point(at + 2 * FACTOR + 3, -1 - self._reserve(self._sizes.groups * math.prod(before.shape[1:]) * self._dtype.itemsize))
+        strides = (1, f.shape[1]) if is_turned else (f.shape[2], 1)
+        self._ints += [0, *self._factor(before), 0, *self._factor(f), 0, *strides, 0]
+
+    def _memory(self, stage: Stage, length: int) -> int:
+        """The place of what lies between two stages."""
+        return -1 - self._reserve(self._sizes.groups * stage.rows * stage.columns * length * self._dtype.itemsize)
+
+    def _write_stage(self, stage: Stage, source: int, taken: int, slots: int) -> int:
+        """The integers of a stage, by what it reads, the steps that it takes, and a thread's buffers; returns where they begin."""
+        at, is_shared = len(self._ints), stage.work >= THREAD_WORK
+        self._runs.append((at, is_shared))
+        chunks = -(-stage.columns // stage.unit_columns)
+        units = -(-stage.rows // stage.unit_rows) * chunks
+        is_cut = self._wanted is not None and chunks > 1
+        is_direct = len(stage.steps) == 1 and KINDS[self._x.given.dtype] == SAME and not is_cut  # needs no buffer
         buffer = 0 if is_direct else -(-stage.buffer * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        head = [stage.rows, stage.columns, stage.length, stage.width, stage.unit_rows, stage.unit_columns]
-        self._ints[place + 12 : place + HEAD] = [*head, self._sizes.groups * blocks * chunks, blocks, chunks, len(stage.steps), 0, buffer]
-        self._point(place + 22, -1 - self._reserve(2 * buffer * threads))
-        for i, step in enumerate(stage.steps):
-            m, at = self._plan.matrices[step.matrix], place + HEAD + STEP * i
-            where, strides = self._matrices[step.matrix]
-            self._point(at, where)
-            self._ints[at + 1 : at + STEP] = [*strides, m.p, m.q, step.before, step.after]
+        sizes = [stage.rows, stage.columns, stage.length, stage.width, stage.unit_rows, stage.unit_columns]
+        counts = [self._sizes.groups, units, units, chunks, len(stage.steps), taken]
+        self._ints += [*[0] * 12, *sizes, *counts, 0, buffer, slots, *[0] * 7]
+        self._point(at + 24, -1 - self._reserve(slots * buffer * (self._sizes.threads if is_shared else 1)))
+        self._write_operand(at + 2, source, stage, stage.length)
+        for step in stage.steps:
+            m, (place, strides) = self._plan.matrices[step.matrix], self._matrices[step.matrix]
+            self._point(len(self._ints), place)
+            self._ints += [0, *strides, m.p, m.q, step.before, step.after, 0, 0, 0, 0, -1]
+        return at
+
+    def _write_operand(self, at: int, place: int, stage: Stage, length: int) -> None:
+        """What a stage reads or writes, as ``[groups, rows, length, columns]``: rows may be taken apart, or columns together."""
+        self._point(at, place)
+        layout = self._layouts.get(place) or _contiguous((self._sizes.groups, stage.rows, length, stage.columns), self._dtype)
+        (_, rows, elements, columns), (group, row, k, _) = layout.shape, layout.strides
+        k = stage.columns if stage.columns > columns or elements == 1 else 1 if columns == 1 else k
+        self._ints[at + 1 : at + 5] = [group, row if stage.rows == rows else length * k, k, KINDS[layout.dtype]]

@@ -1,9 +1,10 @@
 """The kernel of CPUs: all factors of a stage on a few rows or columns at a time, which stay in cache. The only file that imports numba.
 
-All of it is one product, ``y[i, j] = sum over p of scalar[i, p] * vector[p, j]``, written with LLVM's vectors: rows of 16 or 8 elements
-are loaded, each is multiplied by a scalar that is broadcast, and up to 8 x 2 vectors of sums stay in registers. A mode that others follow
-in memory takes the factor's elements as scalars and x's as vectors. The last mode takes x's as scalars and the factor's rows as vectors. So
-nothing is transposed. Widths that are no multiple of a vector have masked loads and stores.
+Nearly all of it is one product, ``y[i, j] = sum over p of scalar[i, p] * vector[p, j]``, written with LLVM's vectors: rows of 16 or 8
+elements are loaded, each is multiplied by a scalar that is broadcast, and up to 8 x 2 vectors of sums stay in registers. A mode that others
+follow in memory takes the factor's elements as scalars and x's as vectors. The last mode takes x's as scalars and the factor's rows as
+vectors. So nothing is transposed. Widths that are no multiple of a vector have masked loads and stores. The gradient of the last mode's
+factor is such a product, too; that of another one has dot products of vectors.
 
 A sum is a chain of fused multiply-adds in the order of p, or several of 256 terms that are added up, whatever the units are: results
 depend neither on threads nor on the sizes of units. No flag lets LLVM reorder sums or assume that numbers are finite.
@@ -21,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from fastkron_py.kron.cpu.layout import BFLOAT16, FACTOR, FORM, HEAD, STEP
+from fastkron_py.kron.cpu.layout import BFLOAT16, FACTOR, FORM, HEAD, SAME, SPLIT, STEP, SUM
 
 INDEX = ir.IntType(64)
 SINGLE, DOUBLE = types.CPointer(types.float32), types.CPointer(types.float64)
@@ -35,11 +36,11 @@ ROWS = 8 if HAS_512_BITS else 4  # of sums, in 32 or 16 registers
 
 
 def _scalar(kind: Any) -> Any:
-    return ir.FloatType() if kind == SINGLE else ir.DoubleType()
+    return ir.IntType(16) if kind is None else ir.FloatType() if kind == SINGLE else ir.DoubleType()
 
 
 def _bytes(kind: Any) -> int:
-    return 4 if kind == SINGLE else 8
+    return 2 if kind is None else 4 if kind == SINGLE else 8
 
 
 def _constant(number: int) -> Any:
@@ -47,12 +48,12 @@ def _constant(number: int) -> Any:
 
 
 class _Vectors:
-    """Builds code on vectors of a scalar type; with a width, only of their first elements."""
+    """Builds code on vectors of a scalar type, or of 16 bits; with a width, only of their first elements."""
 
     def __init__(self, builder: Any, kind: Any, lanes: int, width: Any = None) -> None:
         self.builder, self.scalar, self.lanes, self.align = builder, _scalar(kind), lanes, _bytes(kind)
         self.type = ir.VectorType(self.scalar, lanes)
-        self.suffix = f"v{lanes}{'f32' if kind == SINGLE else 'f64'}"
+        self.suffix = f"v{lanes}{'i16' if kind is None else 'f32' if kind == SINGLE else 'f64'}"
         lane = ir.Constant(ir.VectorType(INDEX, lanes), list(range(lanes)))
         self.mask = None if width is None else builder.icmp_signed("<", lane, self.splat(width, INDEX))
 
@@ -64,6 +65,13 @@ class _Vectors:
     def _call(self, name: str, result: Any, arguments: list[Any]) -> Any:
         called = ir.FunctionType(result, [a.type for a in arguments])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, called, f"llvm.{name}"), arguments)
+
+    def of(self, scalar: Any) -> Any:
+        """Vectors of another type."""
+        return ir.VectorType(scalar, self.lanes)
+
+    def constant(self, number: int, scalar: Any) -> Any:
+        return ir.Constant(self.of(scalar), [number] * self.lanes)
 
     def load(self, address: Any) -> Any:
         pointer = self.builder.bitcast(address, self.type.as_pointer())
@@ -128,6 +136,82 @@ def _block(rows: int, vectors: int, share: int, is_masked: bool) -> Any:
     return block
 
 
+DOTS = (4 if HAS_512_BITS else 2), 4  # by how many: their sums fill whole vectors
+
+
+def _sums_of_lanes(code: _Vectors, vectors: list[Any]) -> list[Any]:
+    """The sum of each vector's elements, in the order of the vectors, as the elements of fewer ones."""
+    builder, lanes, distance = code.builder, code.lanes, 1
+    while distance < lanes:
+        halves = [[lane // (2 * distance) * 2 * distance + lane % distance + h * distance for lane in range(lanes)] for h in (0, 1)]
+        from_second = [lanes * (lane // distance % 2) for lane in range(lanes)]
+        picks = [ir.Constant(ir.VectorType(ir.IntType(32), lanes), [a + b for a, b in zip(h, from_second, strict=True)]) for h in halves]
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [builder.fadd(*[builder.shuffle_vector(a, b, pick) for pick in picks]) for a, b in pairs]
+        distance *= 2
+    return vectors
+
+
+@intrinsic
+def _dots(
+    typing: Any, kind: Any, x: Any, x0: Any, x1: Any, xp: Any, g: Any, g0: Any, g1: Any, gq: Any,
+    y: Any, yp: Any, P: Any, Q: Any, n0: Any, n1: Any, width: Any, adds: Any,
+) -> Any:  # fmt: skip
+    """``y[p, q] = sum over n0, n1 and j of x[n0, n1, p, j] * g[n0, n1, q, j]`` of few p and q, in registers; P and Q are those left."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, x, x0, x1, xp, g, g0, g1, gq, y, yp, p_left, q_left, n0, n1, width, adds = args
+        lanes, (rows, columns) = VECTOR_BYTES // _bytes(kind), DOTS
+        code = _Vectors(builder, kind, lanes)
+
+        def least(value: Any, most: int) -> Any:
+            return builder.select(builder.icmp_signed("<", value, _constant(most)), value, _constant(most))
+
+        def clamped(index: int, left: Any) -> Any:  # what is beyond the end is computed twice, and not stored
+            return least(builder.sub(left, _constant(1)), index)
+
+        def at(address: Any, *offsets: Any) -> Any:
+            pointer = builder.inttoptr(address, code.scalar.as_pointer())
+            for offset in offsets:
+                pointer = builder.gep(pointer, [offset])
+            return pointer
+
+        sums = [cgutils.alloca_once(builder, code.type) for _ in range(rows * columns)]
+        for total in sums:
+            builder.store(ir.Constant(code.type, None), total)
+        u = [builder.mul(clamped(i, p_left), xp) for i in range(rows)]
+        v = [builder.mul(clamped(j, q_left), gq) for j in range(columns)]
+        whole = builder.and_(width, _constant(-lanes))
+        rest = builder.sub(width, whole)
+
+        def add(code: _Vectors, x_offset: Any, g_offset: Any) -> None:
+            left = [code.load(at(x, x_offset, start)) for start in u]
+            right = [code.load(at(g, g_offset, start)) for start in v]
+            for total, (a, b) in zip(sums, [(a, b) for a in left for b in right], strict=True):
+                builder.store(code.fma(a, b, builder.load(total)), total)
+
+        with cgutils.for_range(builder, n0) as outer, cgutils.for_range(builder, n1) as inner:
+            x_start = builder.add(builder.mul(outer.index, x0), builder.mul(inner.index, x1))
+            g_start = builder.add(builder.mul(outer.index, g0), builder.mul(inner.index, g1))
+            with cgutils.for_range(builder, builder.sdiv(width, _constant(lanes))) as loop:
+                offset = builder.mul(loop.index, _constant(lanes))
+                add(code, builder.add(x_start, offset), builder.add(g_start, offset))
+            with builder.if_then(builder.icmp_signed(">", rest, _constant(0))):
+                add(_Vectors(builder, kind, lanes, rest), builder.add(x_start, whole), builder.add(g_start, whole))
+        found = _sums_of_lanes(code, [builder.load(total) for total in sums])
+        row = _Vectors(builder, kind, columns, least(q_left, columns))
+        for i in range(rows):
+            first = i * columns % lanes
+            pick = ir.Constant(ir.VectorType(ir.IntType(32), columns), list(range(first, first + columns)))
+            vector = found[i * columns // lanes]
+            with builder.if_then(builder.icmp_signed(">", p_left, _constant(i))):
+                part, place = builder.shuffle_vector(vector, vector, pick), at(y, builder.mul(_constant(i), yp))
+                row.store(builder.fadd(part, builder.select(adds, row.load(place), ir.Constant(row.type, None))), place)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.int64] * 15, types.boolean), codegen
+
+
 @intrinsic
 def _claim(typing: Any, pointer: Any, index: Any) -> Any:
     """Adds 1 to an integer that threads share, and returns what it was."""
@@ -145,7 +229,8 @@ def _size(typing: Any, kind: Any) -> Any:
 
 
 def _cast(value: Any, builder: Any, result: Any) -> Any:
-    return value if value.type == result else (builder.fpext if result == ir.DoubleType() else builder.fptrunc)(value, result)
+    is_wide = getattr(result, "element", result) == ir.DoubleType()
+    return value if value.type == result else (builder.fpext if is_wide else builder.fptrunc)(value, result)
 
 
 @intrinsic
@@ -181,21 +266,48 @@ def _load_16(typing: Any, kind: Any, address: Any, is_bfloat: Any) -> Any:
 
 
 @intrinsic
-def _store_16(typing: Any, kind: Any, address: Any, value: Any, is_bfloat: Any) -> Any:
-    """Writes an element as float16 or as bfloat16, rounded to nearest, ties to even."""
+def _read_vector(typing: Any, kind: Any, source: Any, target: Any, width: Any, element: Any) -> Any:
+    """Copies the first width elements of a vector; those of a half type are widened."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word, value = ir.IntType(32), _cast(args[2], builder, ir.FloatType())
-        bits, sixteen = builder.bitcast(value, word), ir.Constant(word, 16)
-        tie = builder.and_(builder.lshr(bits, sixteen), ir.Constant(word, 1))
-        rounded = builder.lshr(builder.add(bits, builder.add(tie, ir.Constant(word, 0x7FFF))), sixteen)
-        quiet = builder.or_(builder.lshr(bits, sixteen), ir.Constant(word, 0x40))
-        brain = builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded), ir.IntType(16))
-        half = builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
-        builder.store(builder.select(args[3], brain, half), builder.inttoptr(args[1], ir.IntType(16).as_pointer()), align=2)
+        _, source, target, width, element = args
+        wide, half = (_Vectors(builder, k, VECTOR_BYTES // _bytes(kind), width) for k in (kind, None))
+        target = builder.inttoptr(target, wide.scalar.as_pointer())
+        with builder.if_else(builder.icmp_signed("==", element, _constant(SAME))) as (same, other):
+            with same:
+                wide.store(wide.load(builder.inttoptr(source, wide.scalar.as_pointer())), target)
+            with other:
+                bits = half.load(builder.inttoptr(source, half.scalar.as_pointer()))
+                word = ir.VectorType(ir.IntType(32), wide.lanes)
+                brain = builder.bitcast(builder.shl(builder.zext(bits, word), half.constant(16, ir.IntType(32))), half.of(ir.FloatType()))
+                value = builder.fpext(builder.bitcast(bits, half.of(ir.HalfType())), half.of(ir.FloatType()))
+                is_brain = builder.icmp_signed("==", element, _constant(BFLOAT16))
+                wide.store(_cast(builder.select(is_brain, brain, value), builder, wide.type), target)
         return context.get_dummy_value()
 
-    return types.void(kind, types.int64, kind.dtype, types.boolean), codegen
+    return types.void(kind, *[types.int64] * 4), codegen
+
+
+@intrinsic
+def _write_vector(typing: Any, kind: Any, source: Any, target: Any, width: Any, element: Any) -> Any:
+    """Writes the first width elements of a vector as float16 or as bfloat16, rounded to nearest, ties to even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, source, target, width, element = args
+        wide, half = (_Vectors(builder, k, VECTOR_BYTES // _bytes(kind), width) for k in (kind, None))
+        word = ir.IntType(32)
+        value = _cast(wide.load(builder.inttoptr(source, wide.scalar.as_pointer())), builder, half.of(ir.FloatType()))
+        bits, sixteen = builder.bitcast(value, half.of(word)), half.constant(16, word)
+        tie = builder.and_(builder.lshr(bits, sixteen), half.constant(1, word))
+        rounded = builder.lshr(builder.add(bits, builder.add(tie, half.constant(0x7FFF, word))), sixteen)
+        quiet = builder.or_(builder.lshr(bits, sixteen), half.constant(0x40, word))
+        brain = builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded), half.type)
+        found = builder.bitcast(builder.fptrunc(value, half.of(ir.HalfType())), half.type)
+        is_brain = builder.icmp_signed("==", element, _constant(BFLOAT16))
+        half.store(builder.select(is_brain, brain, found), builder.inttoptr(target, half.scalar.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.int64] * 4), codegen
 
 
 # ---- one product of any size -----------------------------------------------------------------------
@@ -228,12 +340,12 @@ _pair, _single, _narrow = _columns(2, 1, False), _columns(1, 1, True), _columns(
 
 
 @numba.njit(error_model="numpy")
-def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width):
+def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
     """``y[i, j] = sum over p of s[i, p] * v[p, j]``, in blocks of terms whose vectors stay in the first level of cache while rows pass."""
     size = _size(kind)
     lanes = VECTOR_BYTES // size
     for first in range(0, terms, TERMS):
-        here, adds = min(TERMS, terms - first), first > 0
+        here, adds = min(TERMS, terms - first), adds_all or first > 0
         u, w, z, left = s + first * sp * size, v + first * vp * size, y, width
         while left > 0:
             if left >= 2 * lanes:
@@ -257,40 +369,74 @@ def _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_ro
     size = _size(kind)
     if is_last:
         if rows == 1 or (src_row == before * P and dst_row == before * Q):
-            _product(kind, src, P, 1, f, fp, dst, Q, rows * before, P, Q)
+            _product(kind, src, P, 1, f, fp, dst, Q, rows * before, P, Q, False)
         else:
             for row in range(rows):
-                _product(kind, src + row * src_row * size, P, 1, f, fp, dst + row * dst_row * size, Q, before, P, Q)
+                _product(kind, src + row * src_row * size, P, 1, f, fp, dst + row * dst_row * size, Q, before, P, Q, False)
         return
     pieces, width = (1, after * columns) if src_k == columns and dst_k == columns else (after, columns)
     for row in range(rows):
         for b in range(before):
             u, w = src + (row * src_row + b * P * after * src_k) * size, dst + (row * dst_row + b * Q * after * dst_k) * size
             for a in range(pieces):
-                _product(kind, f, fq, fp, u + a * src_k * size, after * src_k, w + a * dst_k * size, after * dst_k, Q, P, width)
+                _product(kind, f, fq, fp, u + a * src_k * size, after * src_k, w + a * dst_k * size, after * dst_k, Q, P, width, False)
 
 
 @numba.njit(error_model="numpy")
-def _widen(kind, src, row_stride, k_stride, dst, rows, length, columns, is_bfloat):
-    """``[rows, length, columns]`` of a half type to contiguous elements."""
+def _last_gradient(kind, P, Q, src, g, y, count, adds):
+    """Of the last mode: ``src[n, p] g[n, q]`` added up over n to ``y [P, Q]``, or to ``[Q, P]`` where P is the wider one."""
+    if Q < P:
+        _product(kind, g, 1, Q, src, P, y, P, Q, count, P, adds)
+    else:
+        _product(kind, src, 1, P, g, Q, y, Q, P, count, Q, adds)
+
+
+@numba.njit(error_model="numpy")
+def _gradient(kind, P, Q, before, after, src, src_row, g, g_row, y, rows, is_last, adds):
+    """Of a step's factor, from what the step read and the gradient of what it wrote; written to y, or added to it.
+
+    Both are ``[rows, before, P or Q, after]``, where after counts the columns, too.
+    """
     size = _size(kind)
+    if not is_last:
+        for i in range(0, P, DOTS[0]):
+            for j in range(0, Q, DOTS[1]):
+                u, w, z = src + i * after * size, g + j * after * size, y + (i * Q + j) * size
+                _dots(kind, u, src_row, P * after, after, w, g_row, Q * after, after, z, Q, P - i, Q - j, rows, before, after, adds)
+    elif rows == 1 or (src_row == before * P and g_row == before * Q):
+        _last_gradient(kind, P, Q, src, g, y, rows * before, adds)
+    else:
+        for row in range(rows):
+            _last_gradient(kind, P, Q, src + row * src_row * size, g + row * g_row * size, y, before, adds or row > 0)
+
+
+@numba.njit(error_model="numpy")
+def _read(kind, src, row_stride, k_stride, dst, rows, length, columns, element):
+    """``[rows, length, columns]`` of a kind of elements to contiguous ones."""
+    size, source = _size(kind), 2 if element else _size(kind)
+    lanes = VECTOR_BYTES // size
+    if k_stride == columns:  # columns lie in one line
+        length, columns = 1, length * columns
     for row in range(rows):
         for k in range(length):
-            u = src + (row * row_stride + k * k_stride) * 2
-            for j in range(columns):
-                _store(kind, dst + j * size, _load_16(kind, u + j * 2, is_bfloat))
+            u = src + (row * row_stride + k * k_stride) * source
+            for j in range(0, columns, lanes):
+                _read_vector(kind, u + j * source, dst + j * size, columns - j, element)
             dst += columns * size
 
 
 @numba.njit(error_model="numpy")
-def _round(kind, src, dst, row_stride, k_stride, rows, length, columns, is_bfloat):
-    """The reverse."""
+def _round(kind, src, dst, row_stride, k_stride, rows, length, columns, element):
+    """The reverse, to a half type."""
     size = _size(kind)
+    lanes = VECTOR_BYTES // size
+    if k_stride == columns:
+        length, columns = 1, length * columns
     for row in range(rows):
         for k in range(length):
             w = dst + (row * row_stride + k * k_stride) * 2
-            for j in range(columns):
-                _store_16(kind, w + j * 2, _load(kind, src + j * size), is_bfloat)
+            for j in range(0, columns, lanes):
+                _write_vector(kind, src + j * size, w + j * 2, columns - j, element)
             src += columns * size
 
 
@@ -298,37 +444,65 @@ def _round(kind, src, dst, row_stride, k_stride, rows, length, columns, is_bfloa
 
 
 def stage(p, kind):
-    """One thread's part of a stage: it claims units, and takes each through all steps in two buffers."""
+    """One thread's part of a stage: it claims units, and takes each through all steps in buffers."""
     size = _size(kind)
     x, x_group, x_row, x_k, x_kind = p[2], p[3], p[4], p[5], p[6]
     y, y_group, y_row, y_k, y_kind = p[7], p[8], p[9], p[10], p[11]
     L, R, length, width, rows_most, columns_most = p[12], p[13], p[14], p[15], p[16], p[17]
-    units, blocks, chunks, steps = p[18], p[19], p[20], p[21]
-    x_size, y_size = 2 if x_kind else size, 2 if y_kind else size
-    buffer = p[23]
-    first = p[22] + _claim(p, 1) * 2 * buffer
-    unit = _claim(p, 0)
-    while unit < units:
-        group, rest = unit // (blocks * chunks), unit % (blocks * chunks)
-        row, column = rest // chunks * rows_most, rest % chunks * columns_most
-        rows, columns = min(rows_most, L - row), min(columns_most, R - column)
-        src, src_row, src_k, which = x + (group * x_group + row * x_row + column) * x_size, x_row, x_k, 0
-        target = y + (group * y_group + row * y_row + column) * y_size
-        if x_kind:
-            _widen(kind, src, x_row, x_k, first, rows, length, columns, x_kind == BFLOAT16)
-            src, src_row, src_k, which = first, length * columns, columns, 1
-        for i in range(steps):
-            o = HEAD + STEP * i
-            f, fp, fq, P, Q, before, after = p[o] + group * p[o + 1] * size, p[o + 2], p[o + 3], p[o + 4], p[o + 5], p[o + 6], p[o + 7]
-            if i == steps - 1 and not y_kind:
-                dst, dst_row, dst_k = target, y_row, y_k
-            else:
-                dst, dst_row, dst_k = first + which * buffer, before * Q * after * columns, columns
-            _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns, after * R == 1)
-            src, src_row, src_k, which = dst, dst_row, dst_k, 1 - which
-        if y_kind:
-            _round(kind, src, target, y_row, y_k, rows, width, columns, y_kind == BFLOAT16)
-        unit = _claim(p, 0)
+    groups, units, parts, chunks, steps, reads = p[18], p[19], p[20], p[21], p[22], p[23]
+    buffer, slots, g_kind = p[25], p[26], p[31]
+    x_size, y_size, g_size = 2 if x_kind else size, 2 if y_kind else size, 2 if g_kind else size
+    is_gradient = p[27] != 0
+    first = p[24] + _claim(p, 1) * slots * buffer
+    part = _claim(p, 0)
+    while part < groups * parts:
+        group, sums = part // parts, p[32] + part * p[33] * size
+        begin, end = part % parts * units // parts, (part % parts + 1) * units // parts
+        for unit in range(begin, end):
+            row, column = unit // chunks * rows_most, unit % chunks * columns_most
+            rows, columns = min(rows_most, L - row), min(columns_most, R - column)
+            u, u_row, u_k = x + (group * x_group + row * x_row + column) * x_size, x_row, x_k
+            target = y + (group * y_group + row * y_row + column) * y_size
+            if x_kind or (is_gradient and x_k != columns):
+                _read(kind, u, x_row, x_k, first, rows, length, columns, x_kind)
+                u, u_row, u_k = first, length * columns, columns
+            src, src_row, src_k = u, u_row, u_k
+            for i in range(reads):
+                o = HEAD + STEP * i
+                f, fp, fq, P, Q, before, after = p[o] + group * p[o + 1] * size, p[o + 2], p[o + 3], p[o + 4], p[o + 5], p[o + 6], p[o + 7]
+                if i == steps - 1 and not y_kind:
+                    dst, dst_row, dst_k = target, y_row, y_k
+                else:
+                    dst, dst_row, dst_k = first + (i + 1) % slots * buffer, before * Q * after * columns, columns
+                _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns, after * R == 1)
+                src, src_row, src_k = dst, dst_row, dst_k
+            length_out = width
+            if is_gradient:
+                src = p[27] + (group * p[28] + row * p[29] + column) * g_size
+                src_row, src_k, length_out = p[29], p[30], length
+                if g_kind or src_k != columns:
+                    dst = first + steps * buffer
+                    _read(kind, src, src_row, src_k, dst, rows, width, columns, g_kind)
+                    src, src_row, src_k = dst, width * columns, columns
+                for i in range(steps - 1, -1, -1):
+                    o = HEAD + STEP * i
+                    f, fp, fq = p[o + 8] + group * p[o + 9] * size, p[o + 10], p[o + 11]
+                    P, Q, before, after = p[o + 4], p[o + 5], p[o + 6], p[o + 7]
+                    if p[o + 12] >= 0:
+                        v, v_row = (u, u_row) if i == 0 else (first + i * buffer, before * P * after * columns)
+                        z, adds = sums + p[o + 12] * size, unit > begin
+                        _gradient(kind, P, Q, before, after * columns, v, v_row, src, src_row, z, rows, after * R == 1, adds)
+                    if f == 0:
+                        break
+                    if i == 0 and not y_kind:
+                        dst, dst_row, dst_k = target, y_row, y_k
+                    else:
+                        dst, dst_row, dst_k = first + (steps + (steps - i) % 2) * buffer, before * P * after * columns, columns
+                    _step(kind, f, fp, fq, Q, P, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns, after * R == 1)
+                    src, src_row, src_k = dst, dst_row, dst_k
+            if y_kind:
+                _round(kind, src, target, y_row, y_k, rows, length_out, columns, y_kind)
+        part = _claim(p, 0)
 
 
 @numba.njit(error_model="numpy")
@@ -358,6 +532,49 @@ def form(p, kind):
                         dst += bQ * size
 
 
+def split(p, kind):
+    """Adds up the parts of the gradients of matrices, and writes those of the matrices' factors."""
+    size, scale, o = _size(kind), p[2], 3
+    _store(kind, scale, _scale(kind, p, 1))
+    for _ in range(p[0]):
+        total, source, groups, parts, stride, count = p[o], p[o + 1], p[o + 2], p[o + 3], p[o + 4], p[o + 5]
+        for g in range(groups):
+            _product(kind, scale, 0, 0, source + g * parts * stride * size, stride, total + g * count * size, 0, 1, parts, count, False)
+        tp, tq, factors = p[o + 6], p[o + 7], p[o + 8]
+        o += SUM
+        for _ in range(factors):
+            a, ag, ap, aq, A, B, a_kind = p[o], p[o + 1], p[o + 2], p[o + 3], p[o + 4], p[o + 5], p[o + 6]
+            f, fg, fp, fq, P, Q, f_kind = p[o + 7], p[o + 8], p[o + 9], p[o + 10], p[o + 11], p[o + 12], p[o + 13]
+            df, dp, dq, rest = p[o + 14], p[o + 15], p[o + 16], p[o + 17]
+            for g in range(groups):
+                t = total + g * A * P * B * Q * size
+                if df:
+                    for k in range(P):
+                        for n in range(Q):
+                            value = _load(kind, scale) * 0
+                            for i in range(A):
+                                for j in range(B):
+                                    e = _load(kind, t + ((i * P + k) * tp + (j * Q + n) * tq) * size)
+                                    value += e * _element(kind, a, g * ag + i * ap + j * aq, a_kind) if a else e
+                            _store(kind, scale + size, value)
+                            place = g * P * Q + k * dp + n * dq
+                            if f_kind:
+                                _write_vector(kind, scale + size, df + place * 2, 1, f_kind)
+                            else:
+                                _store(kind, df + place * size, value)
+                if rest:
+                    for i in range(A):
+                        for j in range(B):
+                            value = _load(kind, scale) * 0
+                            for k in range(P):
+                                for n in range(Q):
+                                    e = _load(kind, t + ((i * P + k) * tp + (j * Q + n) * tq) * size)
+                                    value += e * _element(kind, f, g * fg + k * fp + n * fq, f_kind)
+                            _store(kind, rest + (g * A * B + i * B + j) * size, value)
+            total, tp, tq = rest, B, 1
+            o += SPLIT
+
+
 @intrinsic
 def _scale(typing: Any, kind: Any, pointer: Any, index: Any) -> Any:
     """An integer's bits as a float64, in the type of the computation."""
@@ -370,7 +587,7 @@ def _scale(typing: Any, kind: Any, pointer: Any, index: Any) -> Any:
 
 
 def compiled(function: Any, itemsize: int) -> Any:
-    """`stage` or `form` in float32 or float64, from numba's cache on disk if it is there; ``address`` is that of a C function."""
+    """`stage`, `form` or `split` in float32 or float64, from numba's cache on disk if it is there; ``address`` is that of a C function."""
     signature = types.void(types.CPointer(types.int64), SINGLE if itemsize == 4 else DOUBLE)
     try:
         return numba.cfunc(signature, cache=True, error_model="numpy")(function)

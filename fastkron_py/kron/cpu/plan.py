@@ -21,6 +21,7 @@ PASS: Final = 4.0  # a vector of an intermediate: written and read again
 
 WIDEST: Final = 64  # rows or columns of factors that are multiplied out
 UNIT_BYTES: Final = 1 << 14  # of a buffer of a unit, in the first level of cache: two are in use
+GRADIENT_BYTES: Final = 1 << 16  # of gradients, whose sums are read and written for each unit, in the second one
 BUFFER_BYTES: Final = 1 << 18  # at most, in the second one
 ROW_BYTES: Final = 1 << 20  # at most, where the buffer is one row: another stage would take new memory for all of them
 LEAST_COLUMNS: Final = 64  # of a unit where each of its rows lies apart
@@ -42,6 +43,7 @@ class Sizes(NamedTuple):
         columns: elements that lie side by side behind every mode.
         itemsize: bytes of an element that is computed.
         threads: that share a stage.
+        unit_bytes: of a buffer of a unit.
     """
 
     shapes: Shapes
@@ -50,6 +52,7 @@ class Sizes(NamedTuple):
     columns: int
     itemsize: int = 4
     threads: int = 1
+    unit_bytes: int = UNIT_BYTES
 
 
 class Matrix(NamedTuple):
@@ -179,7 +182,7 @@ def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     length, width = (math.prod([m[side] for m in matrices[first:last]]) for side in (2, 3))
     widest = max(length, width, buffer)
     vectors = VECTOR // sizes.itemsize * 2
-    fitting, is_one = UNIT_BYTES // sizes.itemsize // widest, len(steps) == 1
+    fitting, is_one = sizes.unit_bytes // sizes.itemsize // widest, len(steps) == 1
     most = max(fitting, ALONE_COLUMNS if is_one else LEAST_COLUMNS)
     if sizes.groups * rows < sizes.threads:
         most = min(most, max(vectors, -(-columns // sizes.threads)))
