@@ -161,11 +161,11 @@ class Multiply(NamedTuple):
         given = [whole if _is_all(t, whole) else t for t, whole in zip((problem.x, *problem.factors), (x, *self.factors), strict=True)]
         x_layout, layouts = Layout.of(problem.x), tuple([Layout.of(f) for f in problem.factors])
         small, itemsize = small_product(build, x, self.factors, precision, left, backward=False), max(4, x.element_size())
-        takes = build.device.type == "cpu" and fused.takes(problem.x, problem.factors)
+        takes, is_one_product = build.device.type == "cpu" and fused.takes(problem.x, problem.factors), count == 1 and x.element_size() >= 4
 
         def multiply(*given: Any) -> Tensor:
             kernel = compiled.kernel(itemsize) if takes else None
-            if kernel is None and small is not None:
+            if small is not None and (kernel is None or is_one_product):
                 return small(*given)
             (x, *matrices), z, (alpha, beta) = given[: count + 1], given[count + 1 : -2], given[-2:]
             if kernel is not None:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fastkron_py.kron.cpu.plan import in_order
 from fastkron_py.kron.matmul import batch_product, product
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, VECTOR
@@ -44,10 +45,7 @@ class Step(NamedTuple):
 
 
 def steps_of(shapes: Shapes) -> list[Step]:
-    """Steps of all factors; narrow neighbours are one, and so is a factor of one element with one beside it.
-
-    They go from the last to the first, but by falling 1/Q - 1/P, which is the order of least work: swapping two neighbours shows it.
-    """
+    """Steps of all factors in the order of least work; narrow neighbours are one, and so is a factor of one element with one beside it."""
     runs = list[tuple[int, int, int, int]]()
     for i, (p, q) in enumerate(shapes):
         first, _, wide_p, wide_q = runs[-1] if runs else (i, i, 1, 1)
@@ -57,7 +55,7 @@ def steps_of(shapes: Shapes) -> list[Step]:
         else:
             runs.append((i, i + 1, p, q))
     sizes, steps = [p for *_, p, _ in runs], list[Step]()
-    for i in sorted(reversed(range(len(runs))), key=lambda i: 1 / max(1, runs[i][2]) - 1 / max(1, runs[i][3])):
+    for i in in_order([(p, q) for *_, p, q in runs]):
         steps.append(Step(*runs[i], math.prod(sizes[:i]), math.prod(sizes[i + 1 :])))
         sizes[i] = runs[i][3]
     return steps
@@ -226,10 +224,12 @@ def is_small(shapes: Shapes, elements: int) -> bool:
 
 
 def is_least(shapes: Shapes, elements: int) -> bool:
-    """Whether autograd takes less time for a small multiply than the CPU kernel's gradients: one factor, or two and little."""
-    return len(shapes) == 1 or (
-        len(shapes) == 2 and elements * max([math.prod(side) for side in zip(*shapes, strict=True)]) <= LEAST_ELEMENTS
-    )
+    """Whether autograd takes less time for a small multiply than the CPU kernel's gradients: one factor, or two and little.
+
+    Factors of one element do not count.
+    """
+    wide, most = [s for s in shapes if tuple(s) != (1, 1)], max([math.prod(side) for side in zip(*shapes, strict=True)])
+    return len(wide) < 2 or (len(wide) == 2 and elements * most <= LEAST_ELEMENTS)
 
 
 def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ...], is_transposed: bool) -> Callable[..., Tensor]:

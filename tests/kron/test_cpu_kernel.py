@@ -48,8 +48,8 @@ PROBLEMS = {
 def units(request, monkeypatch):
     """Sizes that make small problems take the branches of large ones; plans are of the test alone."""
     if request.param != "units as they are":
-        monkeypatch.setattr(fused, "UNIT_BYTES", 256)
-        monkeypatch.setattr(fused, "GRADIENT_BYTES", 256)
+        monkeypatch.setattr(plan, "UNIT_BYTES", 256)
+        monkeypatch.setattr(plan, "GRADIENT_BYTES", 256)
         monkeypatch.setattr(plan, "LEAST_COLUMNS", 7)
         monkeypatch.setattr(plan, "ALONE_COLUMNS", 9)
         monkeypatch.setattr(plan, "THREAD_WORK", 1)
@@ -318,6 +318,30 @@ def test_narrow_neighbours_are_multiplied_out():
     assert [m.p for m in planned([(4, 4)] * 5, 1000).matrices] == [4, 16, 16]
     assert [m.p for m in planned([(8, 8)] * 4, 1024).matrices] == [8] * 4
     assert [m.p for m in planned([(1, 1), (30, 30), (1, 1), (40, 40), (1, 1)], 64).matrices] == [30, 40]
+
+
+def test_few_elements_that_follow_are_no_vectors():
+    """The matrix's rows are, where they are wide enough."""
+    by_rows = lambda *given, **sizes: [s.by_rows for stage in planned(*given, **sizes).stages for s in stage.steps]  # noqa: E731
+    assert by_rows([(141, 141), (2, 2)], 104) == [False, True]
+    assert by_rows([(340, 340)], columns=3) == [True]
+    assert not any(by_rows([(8, 8)] * 4, 1024))
+    assert not any(by_rows([(340, 340)], columns=40))
+
+
+def test_few_columns_become_rows():
+    """Where that spares more than it costs: dot products of few elements take long, and so do large matrices that are read for each."""
+    sizes = plan.Sizes(((300, 300), (451, 451)), 1, 1, 3)
+    assert plan.turns_columns(sizes)
+    assert not plan.turns_columns(sizes._replace(columns=40))
+    small = plan.Sizes(((64, 64), (64, 64)), 1, 1, 3)
+    assert not plan.turns_columns(small)
+    assert plan.turns_columns(small._replace(is_gradient=True))
+
+
+def test_few_rows_have_as_many_units_for_each_thread():
+    (stage,) = planned([(340, 340)], columns=1075, threads=2).stages
+    assert -(-stage.columns // stage.unit_columns) % 2 == 0
 
 
 def test_stages_hold_their_intermediates_in_cache():

@@ -15,13 +15,12 @@ from torch import Tensor
 from fastkron_py.kron.cpu import compiled
 from fastkron_py.kron.cpu.compiled import Kernel
 from fastkron_py.kron.cpu.layout import BFLOAT16, FACTOR, HALF, HEAD, SAME, STEP
-from fastkron_py.kron.cpu.plan import GRADIENT_BYTES, THREAD_WORK, UNIT_BYTES, Matrix, Sizes, Stage, plan
+from fastkron_py.kron.cpu.plan import THREAD_WORK, Matrix, Sizes, Stage, plan, turns_columns
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.program import bits
 
 KINDS: Final = {torch.float32: SAME, torch.float64: SAME, torch.float16: HALF, torch.bfloat16: BFLOAT16}
 LARGE: Final = 1 << 18  # elements of a factor by which torch's products are as fast
-FEW_COLUMNS: Final = 6  # fewer fill no vector: they are turned into rows
 PARTS: Final = 64  # at most, but for the threads, whose sums of gradients are added up at the end, as far as those take less than x
 KEPT_BYTES: Final = 1 << 26  # of scratch memory that a thread keeps: the system clears new pages, which takes as long as the products
 _ALIGNMENT: Final = 64
@@ -151,12 +150,12 @@ class Fused:
             wanted: the gradients, without alpha; None for the product.
         """
         groups, rows, _, columns = x.shape
-        is_turned = 1 < columns < FEW_COLUMNS
-        rows, columns = (rows * columns, 1) if is_turned else (rows, columns)
         self._dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         shapes = tuple([(f.shape[1], f.shape[2]) for f in factors])
-        unit_bytes = UNIT_BYTES if wanted is None else GRADIENT_BYTES
-        self._sizes = Sizes(shapes, groups, rows, columns, self._dtype.itemsize, threads, unit_bytes)
+        sizes = Sizes(shapes, groups, rows, columns, self._dtype.itemsize, threads, wanted is not None)
+        is_turned = turns_columns(sizes)
+        rows, columns = (rows * columns, 1) if is_turned else (rows, columns)
+        self._sizes = sizes._replace(rows=rows, columns=columns)
         self._plan, self._factors, self._wanted = plan(self._sizes), factors, wanted
         stages = self._plan.stages
         self._x = _Operand.of(x, stages[0], is_turned)
@@ -264,17 +263,19 @@ class Fused:
         smallest = min(range(len(matrices)), key=lambda i: matrices[i].p * matrices[i].q)
         for i, m in enumerate(matrices):
             scales, f = is_scaled and i == smallest, self._factors[m.first]
-            is_direct = m.last == m.first + 1 and f.dtype == self._dtype and not scales and (f.strides[2] == 1 or not self._is_last(i))
+            is_direct = m.last == m.first + 1 and f.dtype == self._dtype and not scales and (f.strides[2] == 1 or not self._has_rows(i))
             self._matrices.append((m.first, f.strides) if is_direct else self._write_form(m.first, m.last, scales))
 
-    def _is_last(self, i: int) -> bool:
-        """Whether a matrix may have the mode that nothing follows in memory: the rows of such a matrix are vectors."""
+    def _has_rows(self, i: int) -> bool:
+        """Whether a matrix's rows are vectors: it may have the mode that nothing follows in memory, or few elements follow."""
+        if any([step.by_rows for stage in self._plan.stages for step in stage.steps if step.matrix == i]):
+            return True
         return self._sizes.columns == 1 and all([min(m.p, m.q) == 1 for m in self._plan.matrices[i + 1 :]])
 
     def _write_transposed(self, i: int) -> tuple[int, tuple[int, ...]]:
         """The matrix of a step back: its place and strides."""
         (place, (group, row, column)), m = self._matrices[i], self._plan.matrices[i]
-        if row == 1 or not self._is_last(i):
+        if row == 1 or not self._has_rows(i):
             return place, (group, column, row)
         groups = 1 if group == 0 else self._sizes.groups
         place, layout = self._write_product(None, (place, Layout((groups, m.q, m.p), (group, column, row), self._dtype)), False)
@@ -405,17 +406,17 @@ class Fused:
         chunks = -(-stage.columns // stage.unit_columns)
         units = -(-stage.rows // stage.unit_rows) * chunks
         is_cut = self._wanted is not None and chunks > 1
-        is_direct = len(stage.steps) == 1 and KINDS[self._x.given.dtype] == SAME and not is_cut  # needs no buffer
+        is_direct = len(stage.steps) == 1 and KINDS[self._x.given.dtype] == SAME and not (is_cut or stage.steps[0].by_rows)  # by no buffer
         buffer = 0 if is_direct else -(-stage.buffer * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         sizes = [stage.rows, stage.columns, stage.length, stage.width, stage.unit_rows, stage.unit_columns]
         counts = [self._sizes.groups, units, units, chunks, len(stage.steps), taken]
         self._ints += [*[0] * 12, *sizes, *counts, 0, buffer, slots, *[0] * 7]
-        self._point(at + 24, -1 - self._reserve(slots * buffer * (self._sizes.threads if is_shared else 1)))
+        self._point(at + 24, -1 - self._reserve((slots + 1) * buffer * (self._sizes.threads if is_shared else 1)))
         self._write_operand(at + 2, source, stage, stage.length)
         for step in stage.steps:
             m, (place, strides) = self._plan.matrices[step.matrix], self._matrices[step.matrix]
             self._point(len(self._ints), place)
-            self._ints += [0, *strides, m.p, m.q, step.before, step.after, 0, 0, 0, 0, -1]
+            self._ints += [0, *strides, m.p, m.q, step.before, step.after, 0, 0, 0, 0, -1, step.by_rows]
         return at
 
     def _write_operand(self, at: int, place: int, stage: Stage, length: int) -> None:

@@ -310,6 +310,17 @@ def _write_vector(typing: Any, kind: Any, source: Any, target: Any, width: Any, 
     return types.void(kind, *[types.int64] * 4), codegen
 
 
+@intrinsic
+def _stays_alone(typing: Any) -> Any:
+    """LLVM copies the function into none of its callers: its loops are large, and compiling them takes most of a first call."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 # ---- one product of any size -----------------------------------------------------------------------
 
 
@@ -342,6 +353,7 @@ _pair, _single, _narrow = _columns(2, 1, False), _columns(1, 1, True), _columns(
 @numba.njit(error_model="numpy")
 def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
     """``y[i, j] = sum over p of s[i, p] * v[p, j]``, in blocks of terms whose vectors stay in the first level of cache while rows pass."""
+    _stays_alone()
     size = _size(kind)
     lanes = VECTOR_BYTES // size
     for first in range(0, terms, TERMS):
@@ -361,10 +373,11 @@ def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
 
 
 @numba.njit(error_model="numpy")
-def _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns, is_last):
+def _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns, is_last, turned):
     """A factor ``[P, Q]`` on its mode of rows ``[before, P, after, columns]``; src_k and dst_k are the strides of their modes' elements.
 
     is_last: whether no elements follow those of the mode, in x as a whole, not only in a unit of one column.
+    turned: 0, or scratch memory for products by the factor's rows, where few elements follow.
     """
     size = _size(kind)
     if is_last:
@@ -378,6 +391,12 @@ def _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_ro
     for row in range(rows):
         for b in range(before):
             u, w = src + (row * src_row + b * P * after * src_k) * size, dst + (row * dst_row + b * Q * after * dst_k) * size
+            if turned:
+                _product(kind, u, 1, width, f, fp, turned, Q, width, P, Q, False)
+                for q in range(Q):
+                    for a in range(width):
+                        _store(kind, w + (q * width + a) * size, _load(kind, turned + (a * Q + q) * size))
+                continue
             for a in range(pieces):
                 _product(kind, f, fq, fp, u + a * src_k * size, after * src_k, w + a * dst_k * size, after * dst_k, Q, P, width, False)
 
@@ -397,6 +416,7 @@ def _gradient(kind, P, Q, before, after, src, src_row, g, g_row, y, rows, is_las
 
     Both are ``[rows, before, P or Q, after]``, where after counts the columns, too.
     """
+    _stays_alone()
     size = _size(kind)
     if not is_last:
         for i in range(0, P, DOTS[0]):
@@ -453,7 +473,8 @@ def stage(p, kind):
     buffer, slots, g_kind = p[25], p[26], p[31]
     x_size, y_size, g_size = 2 if x_kind else size, 2 if y_kind else size, 2 if g_kind else size
     is_gradient = p[27] != 0
-    first = p[24] + _claim(p, 1) * slots * buffer
+    first = p[24] + _claim(p, 1) * (slots + 1) * buffer
+    spare = first + slots * buffer
     part = _claim(p, 0)
     while part < groups * parts:
         group, sums = part // parts, p[32] + part * p[33] * size
@@ -474,7 +495,26 @@ def stage(p, kind):
                     dst, dst_row, dst_k = target, y_row, y_k
                 else:
                     dst, dst_row, dst_k = first + (i + 1) % slots * buffer, before * Q * after * columns, columns
-                _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns, after * R == 1)
+                _step(
+                    kind,
+                    f,
+                    fp,
+                    fq,
+                    P,
+                    Q,
+                    before,
+                    after,
+                    src,
+                    src_row,
+                    src_k,
+                    dst,
+                    dst_row,
+                    dst_k,
+                    rows,
+                    columns,
+                    after * R == 1,
+                    spare * p[o + 13],
+                )
                 src, src_row, src_k = dst, dst_row, dst_k
             length_out = width
             if is_gradient:
@@ -498,7 +538,26 @@ def stage(p, kind):
                         dst, dst_row, dst_k = target, y_row, y_k
                     else:
                         dst, dst_row, dst_k = first + (steps + (steps - i) % 2) * buffer, before * P * after * columns, columns
-                    _step(kind, f, fp, fq, Q, P, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns, after * R == 1)
+                    _step(
+                        kind,
+                        f,
+                        fp,
+                        fq,
+                        Q,
+                        P,
+                        before,
+                        after,
+                        src,
+                        src_row,
+                        src_k,
+                        dst,
+                        dst_row,
+                        dst_k,
+                        rows,
+                        columns,
+                        after * R == 1,
+                        spare * p[o + 13],
+                    )
                     src, src_row, src_k = dst, dst_row, dst_k
             if y_kind:
                 _round(kind, src, target, y_row, y_k, rows, length_out, columns, y_kind)
@@ -522,7 +581,12 @@ def form(p, kind):
         a, ag, ap, aq, aP, aQ, a_kind = p[o + 3], p[o + 4], p[o + 5], p[o + 6], p[o + 7], p[o + 8], p[o + 9]
         o += FACTOR
         b, bg, bp, bq, bP, bQ, b_kind = p[o + 3], p[o + 4], p[o + 5], p[o + 6], p[o + 7], p[o + 8], p[o + 9]
+        is_copy = not a and bq == 1 and scale == 1
         for g in range(groups):
+            if is_copy:
+                _read(kind, b + g * bg * (2 if b_kind else size), bp, bQ, dst, bP, 1, bQ, b_kind)
+                dst += bP * bQ * size
+                continue
             for i in range(aP):
                 for k in range(bP):
                     for j in range(aQ):
@@ -548,7 +612,9 @@ def split(p, kind):
             df, dp, dq, rest = p[o + 14], p[o + 15], p[o + 16], p[o + 17]
             for g in range(groups):
                 t = total + g * A * P * B * Q * size
-                if df:
+                if df and f_kind and A * B == 1 and tp == dp and tq == dq:
+                    _round(kind, t, df + g * P * Q * 2, P * Q, P * Q, 1, 1, P * Q, f_kind)
+                elif df:
                     for k in range(P):
                         for n in range(Q):
                             value = _load(kind, scale) * 0

@@ -11,14 +11,14 @@
 18 to 20    groups, units of a group, parts of a group: what a thread claims, one unit or some
 21          chunks of columns
 22, 23      steps, and how many of them are taken: of gradients, those before the last factor whose gradient is wanted
-24 to 26    scratch: address, bytes of a buffer, buffers of a thread
+24 to 26    scratch: address, bytes of a buffer, buffers of a thread, and one more in which products are turned
 27 to 31    dy, for gradients: as x; the address is 0 for products
 32, 33      sums of the gradients of matrices: address, elements of those of a part
 ==========  ================================================================================================
 
 A step is a matrix: its address, strides of groups, P and Q, sizes P and Q, and the elements before and after its mode. For gradients there
 follow the matrix transposed (address, strides of groups, Q and P; an address of 0 ends the way back), and where the gradient's sum begins
-among the elements of a part, or -1 if it is not wanted.
+among the elements of a part, or -1 if it is not wanted. Last comes whether the matrix's rows are its vectors though elements follow.
 
 `kernels.form` takes the number of matrices that it writes. Each has its address, groups, the bits of its scale, and two factors: address
 (0 for none), strides of groups, P and Q, sizes P and Q, kind. An address is 0 where the factor is a 1.
@@ -34,7 +34,7 @@ from __future__ import annotations
 from typing import Final
 
 HEAD: Final = 34
-STEP: Final = 13
+STEP: Final = 14
 FACTOR: Final = 7
 FORM: Final = 3 + 2 * FACTOR
 SUM: Final = 9

@@ -13,11 +13,15 @@ from typing import Final, NamedTuple
 VECTOR: Final = 64  # bytes
 # Costs of a product in registers, in multiply-adds of a vector.
 LOAD: Final = 1.0  # of a vector, for each block of rows
+FAR_LOAD: Final = 3.0  # of one in a matrix beyond the first level of cache
+NEAR_ELEMENTS: Final = 1 << 12  # of such a matrix at most
+DOT: Final = 1.4  # of the dot products of a gradient, for each slice of the elements that follow a mode
 BLOCK_ROWS: Final = 8
 STORE: Final = 3.0  # of a vector
 CALL: Final = 12.0  # of a product
 FORM: Final = 1.5  # an element of a matrix that is multiplied out, or copied
 PASS: Final = 4.0  # a vector of an intermediate: written and read again
+TURN: Final = 4.0  # an element that is written on its own
 
 WIDEST: Final = 64  # rows or columns of factors that are multiplied out
 UNIT_BYTES: Final = 1 << 14  # of a buffer of a unit, in the first level of cache: two are in use
@@ -43,7 +47,7 @@ class Sizes(NamedTuple):
         columns: elements that lie side by side behind every mode.
         itemsize: bytes of an element that is computed.
         threads: that share a stage.
-        unit_bytes: of a buffer of a unit.
+        is_gradient: whether gradients are planned.
     """
 
     shapes: Shapes
@@ -52,7 +56,12 @@ class Sizes(NamedTuple):
     columns: int
     itemsize: int = 4
     threads: int = 1
-    unit_bytes: int = UNIT_BYTES
+    is_gradient: bool = False
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of a buffer of a unit."""
+        return GRADIENT_BYTES if self.is_gradient else UNIT_BYTES
 
 
 class Matrix(NamedTuple):
@@ -65,11 +74,19 @@ class Matrix(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A matrix, by number, on its mode of ``[before, P, after]``."""
+    """A matrix, by number, on its mode of ``[before, P, after]``.
+
+    Attributes:
+        matrix: its number.
+        before: elements.
+        after: elements.
+        by_rows: whether the matrix's rows are vectors, and not the few elements of after; products are turned then.
+    """
 
     matrix: int
     before: int
     after: int
+    by_rows: bool
 
 
 class Stage(NamedTuple):
@@ -99,48 +116,70 @@ class Stage(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Stages in order, and their matrices."""
+    """Stages in order, their matrices, and the cost of these."""
 
     matrices: tuple[Matrix, ...]
     stages: tuple[Stage, ...]
+    cost: float
 
 
 @lru_cache(maxsize=1024)
 def plan(sizes: Sizes) -> Plan:
-    """The plan of a multiply.
-
-    Where every factor leaves its mode as it is, they pass from the last to the first; else those that narrow x pass first, which is the
-    order of least work.
-    """
-    matrices = _matrices(sizes)
+    """The plan of a multiply."""
+    cost, matrices = _matrices(sizes)
     now, stages = [m.p for m in matrices], list[Stage]()
-    for part in _in_order(_parts(sizes, matrices), matrices):
-        first, last = part[0], part[-1] + 1
+    parts = _parts(sizes, matrices)
+    for number in in_order([_together(matrices[first:last]) for first, last in parts]):
+        first, last = parts[number]
         rows, columns = sizes.rows * math.prod(now[:first]), sizes.columns * math.prod(now[last:])
         stages.append(_stage(sizes, matrices, first, last, rows, columns))
-        for i in part:
-            now[i] = matrices[i].q
-    return Plan(tuple(matrices), tuple(stages))
+        now[first:last] = [m.q for m in matrices[first:last]]
+    return Plan(tuple(matrices), tuple(stages), cost)
 
 
-def _in_order(parts: Sequence[Sequence[int]], matrices: Sequence[Matrix]) -> list[Sequence[int]]:
-    """From the last to the first, but by falling 1/Q - 1/P."""
+def turns_columns(sizes: Sizes) -> bool:
+    """Whether columns are turned into rows: a few fill no vector."""
+    if not 1 < sizes.columns < 2 * VECTOR // sizes.itemsize:
+        return False
+    width = sum([math.prod([shape[side] for shape in sizes.shapes]) for side in (0, 1)])
+    turned = plan(sizes._replace(rows=sizes.rows * sizes.columns, columns=1)).cost
+    return turned + TURN * sizes.groups * sizes.rows * sizes.columns * width < plan(sizes).cost
 
-    def widening(part: Sequence[int]) -> float:
-        return 1 / math.prod([matrices[i].p for i in part]) - 1 / math.prod([matrices[i].q for i in part])
 
-    return sorted(reversed(parts), key=widening)
+def in_order(shapes: Sequence[tuple[int, int]]) -> list[int]:
+    """The numbers of neighbouring matrices ``[P, Q]`` in the order of least work: from the last to the first, but by falling 1/Q - 1/P.
+
+    Swapping two neighbours shows it.
+    """
+    return sorted(reversed(range(len(shapes))), key=lambda i: 1 / max(1, shapes[i][0]) - 1 / max(1, shapes[i][1]))
+
+
+def _together(matrices: Sequence[Matrix]) -> tuple[int, int]:
+    """(P, Q) of the product of neighbours."""
+    return math.prod([m.p for m in matrices]), math.prod([m.q for m in matrices])
 
 
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def _steps(matrices: Sequence[Matrix], first: int, last: int) -> tuple[list[Step], int, int]:
-    """The steps of matrices[first:last], the elements of their widest intermediate, and multiply-adds for a row and column."""
+def _steps(matrices: Sequence[Matrix], first: int, last: int, columns: int = 1, half: int = 8) -> tuple[list[Step], int, int]:
+    """The steps of matrices[first:last], the elements of their widest intermediate, and multiply-adds for a row and column.
+
+    Args:
+        matrices: of the multiply.
+        first: of them.
+        last: likewise.
+        columns: that follow.
+        half: elements of half a vector.
+    """
     now, steps = [m.p for m in matrices[first:last]], list[Step]()
     widest = work = 0
-    for (i,) in _in_order([[i] for i in range(first, last)], matrices):
-        step = Step(i, math.prod(now[: i - first]), math.prod(now[i - first + 1 :]))
+    for i in in_order([(m.p, m.q) for m in matrices[first:last]]):
+        i += first
+        after, (_, _, p, q) = math.prod(now[i - first + 1 :]), matrices[i]
+        few = after * columns
+        by_rows = 1 < few < 4 * half and _product_cost(few, p, q, half) + TURN * q * few < _product_cost(q, p, few, half)
+        step = Step(i, math.prod(now[: i - first]), after, by_rows)
         work += step.before * step.after * matrices[i].p * matrices[i].q
         now[i - first] = matrices[i].q
         widest = max(widest, math.prod(now) if i != first else 0)
@@ -150,19 +189,17 @@ def _steps(matrices: Sequence[Matrix], first: int, last: int) -> tuple[list[Step
 
 def _widest(matrices: Sequence[Matrix], first: int, last: int) -> int:
     """Elements of the widest operand, intermediate or result of matrices[first:last]."""
-    ends = [math.prod([m[side] for m in matrices[first:last]]) for side in (2, 3)]
-    return max(_steps(matrices, first, last)[1], *ends)
+    return max(_steps(matrices, first, last)[1], *_together(matrices[first:last]))
 
 
-def _parts(sizes: Sizes, matrices: Sequence[Matrix]) -> list[list[int]]:
-    """Neighbours that pass together: as many as have their intermediates in cache, and leave units for all threads."""
-    parts, current, last = list[list[int]](), list[int](), len(matrices)
-    for i in reversed(range(len(matrices))):
-        if current and not (_is_small(sizes, matrices, i, last) and _has_units(sizes, matrices, i, last)):
-            parts.append(current)
-            current, last = [], i + 1
-        current = [i, *current]
-    return [*parts, current][::-1]
+def _parts(sizes: Sizes, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
+    """Neighbours (first, last) that pass together: as many as have their intermediates in cache, and leave units for all threads."""
+    parts, last = list[tuple[int, int]](), len(matrices)
+    for i in reversed(range(len(matrices) - 1)):
+        if not (_is_small(sizes, matrices, i, last) and _has_units(sizes, matrices, i, last)):
+            parts.append((i + 1, last))
+            last = i + 1
+    return [*parts, (0, last)][::-1]
 
 
 def _is_small(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
@@ -178,15 +215,16 @@ def _has_units(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) 
 
 
 def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows: int, columns: int) -> Stage:
-    steps, buffer, work = _steps(matrices, first, last)
-    length, width = (math.prod([m[side] for m in matrices[first:last]]) for side in (2, 3))
+    steps, buffer, work = _steps(matrices, first, last, columns, VECTOR // sizes.itemsize // 2)
+    length, width = _together(matrices[first:last])
     widest = max(length, width, buffer)
     vectors = VECTOR // sizes.itemsize * 2
     fitting, is_one = sizes.unit_bytes // sizes.itemsize // widest, len(steps) == 1
     most = max(fitting, ALONE_COLUMNS if is_one else LEAST_COLUMNS)
     if sizes.groups * rows < sizes.threads:
         most = min(most, max(vectors, -(-columns // sizes.threads)))
-    unit_columns = columns if columns <= most else _evenly(columns, most, vectors)
+    sharing = sizes.threads if sizes.groups * rows < 4 * sizes.threads else 1  # few rows: each thread has as many units
+    unit_columns = columns if columns <= most else _evenly(columns, most, vectors, sharing)
     most_rows = max(fitting, ALONE_ROWS if is_one else 1) // columns
     unit_rows = max(1, min(most_rows, sizes.groups * rows // sizes.threads, rows))
     unit_rows = unit_rows // BLOCK_ROWS * BLOCK_ROWS or unit_rows
@@ -194,16 +232,17 @@ def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     return Stage(tuple(steps), rows, columns, length, width, unit_rows, unit_columns, held, sizes.groups * rows * columns * work)
 
 
-def _evenly(total: int, most: int, unit: int) -> int:
-    """The size of the fewest parts of at most about this size, in units."""
-    return -(-total // -(-total // most) // unit) * unit
+def _evenly(total: int, most: int, unit: int, sharing: int) -> int:
+    """The size of parts of at most about this size, in units: the fewest whose number is a multiple of those that share them."""
+    parts = -(-total // (most * sharing)) * sharing
+    return -(-total // (parts * unit)) * unit
 
 
 # ---- neighbours that are multiplied out ------------------------------------------------------------
 
 
-def _matrices(sizes: Sizes) -> list[Matrix]:
-    """Of all cuts of the factors into neighbours the one of least cost, where they pass from the last to the first."""
+def _matrices(sizes: Sizes) -> tuple[float, list[Matrix]]:
+    """Of all cuts of the factors into neighbours the one of least cost, and that, where they pass from the last to the first."""
     count = len(sizes.shapes)
     best: list[tuple[float, list[Matrix]]] = [(0.0, [])] * (count + 1)  # of factors[i:]
     for first in reversed(range(count)):
@@ -217,14 +256,26 @@ def _matrices(sizes: Sizes) -> list[Matrix]:
             matrix = Matrix(first, last, p, q)
             choices.append((best[last][0] + _cost(sizes, matrix, before, after), [matrix, *best[last][1]]))
         best[first] = min(choices, key=lambda choice: choice[0])
-    return best[0][1]
+    return best[0]
 
 
 def _cost(sizes: Sizes, matrix: Matrix, before: int, after: int) -> float:
     """Of a step, and of forming its matrix, in multiply-adds of a vector."""
     p, q, half = matrix.p, matrix.q, VECTOR // sizes.itemsize // 2
-    products, rows, width = (sizes.groups, sizes.rows * before, q) if after == 1 else (sizes.groups * sizes.rows * before, q, after)
-    vectors = -(-width // half) / 2
-    cost = products * (CALL + vectors * (p * (rows + LOAD * -(-rows // BLOCK_ROWS)) + STORE * rows))
-    passed = PASS * sizes.groups * sizes.rows * before * (p + q) * after / (2 * half)
-    return cost + passed + (FORM * p * q * sizes.groups if matrix.last > matrix.first + 1 else 0.0)
+    count = sizes.rows * before
+    if after == 1:
+        cost = sizes.groups * _product_cost(count, p, q, half)
+    else:
+        cost = sizes.groups * count * min(_product_cost(q, p, after, half), _product_cost(after, p, q, half) + TURN * q * after)
+    cost += PASS * sizes.groups * count * (p + q) * after / (2 * half)
+    forms = FORM * p * q * sizes.groups if matrix.last > matrix.first + 1 else 0.0
+    if sizes.is_gradient:  # a product more, and the sums of the gradient
+        slices = count / (2 * half) if after == 1 else count * (-(-after // (2 * half)) + DOT)
+        return 2 * (cost + forms) + sizes.groups * p * q * slices
+    return cost + forms
+
+
+def _product_cost(rows: int, terms: int, width: int, half: int) -> float:
+    """Of ``[rows, terms] @ [terms, width]`` in vectors of the width."""
+    vectors, load = -(-width // half) / 2, LOAD if terms * width <= NEAR_ELEMENTS else FAR_LOAD
+    return CALL + vectors * (terms * (rows + load * -(-rows // BLOCK_ROWS)) + STORE * rows)
