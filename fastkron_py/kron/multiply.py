@@ -14,8 +14,10 @@ from fastkron_py.kron.canonical import PLAIN, Canonical, Scale, add_scaling, can
 from fastkron_py.kron.checks import result_shape
 from fastkron_py.kron.cpu import compiled, fused
 from fastkron_py.kron.cpu.fused import Layout
+from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Scalar, bits
 from fastkron_py.tiling.torch_products import matrix_product
@@ -161,11 +163,11 @@ class Multiply(NamedTuple):
         given = [whole if _is_all(t, whole) else t for t, whole in zip((problem.x, *problem.factors), (x, *self.factors), strict=True)]
         x_layout, layouts = Layout.of(problem.x), tuple([Layout.of(f) for f in problem.factors])
         small, itemsize = small_product(build, x, self.factors, precision, left, backward=False), max(4, x.element_size())
-        takes, is_one_product = build.device.type == "cpu" and fused.takes(problem.x, problem.factors), count == 1 and x.element_size() >= 4
+        takes, is_one = build.device.type == "cpu" and fused.takes(problem.x, problem.factors), count == 1 and x.dtype != torch.float16
 
         def multiply(*given: Any) -> Tensor:
             kernel = compiled.kernel(itemsize) if takes else None
-            if small is not None and (kernel is None or is_one_product):
+            if small is not None and (kernel is None or is_one):
                 return small(*given)
             (x, *matrices), z, (alpha, beta) = given[: count + 1], given[count + 1 : -2], given[-2:]
             if kernel is not None:
@@ -291,7 +293,8 @@ def small_product(
     shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
     count, (rows, columns) = len(factors), (1, x.shape[1]) if left else (x.shape[0], 1)
     shapes = [(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors]
-    is_one_product = count == 1 and not backward and x.element_size() >= 4  # whose result is all the memory that it takes
+    is_native = x.dtype not in HALF_DTYPES or (x.dtype == torch.bfloat16 and torch_internals.multiplies_bfloat16())
+    is_one_product = count == 1 and not backward and is_native  # whose result is all the memory that it takes
     if not (is_one_product or torch_steps.is_small(shapes, rows * columns)):
         return None
     has_kernel = backward and build.device.type == "cpu" and compiled.is_installed() and fused.takes(x, [f[None] for f in factors])
@@ -306,7 +309,7 @@ def small_product(
         with torch_products(x, precision):
             return multiply_small(x, factors, z[0] if z else None, alpha, beta)
 
-    return torch_steps.in_float32(multiply, x.dtype)
+    return multiply if is_one_product else torch_steps.in_float32(multiply, x.dtype)
 
 
 def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:

@@ -29,6 +29,7 @@ PROBLEMS = {
     "one row": (1, 1, 1, [(16, 16)] * 3),
     "narrow": (1, 9, 1, [(2, 2)] * 10),
     "eights": (1, 70, 1, [(8, 8)] * 3),
+    "one element first": (1, 9, 1, [(1, 1), (3, 1), (2, 5), (1, 1), (4, 3)]),
     "one element last": (1, 9, 1, [(4, 5), (3, 1)]),
     "widening": (1, 5, 1, [(3, 40), (2, 33)]),
     "narrowing last": (1, 6, 1, [(2, 16), (16, 2), (4, 8)]),
@@ -97,8 +98,9 @@ def test_values(dtype, units, threads):
         if fused.takes(x, factors):
             assert torch.equal(check(x, factors), fused.multiplied(x, factors, 1.0)), name
             check(x, factors, -0.3)
-    large = torch.empty(1, 600, 500, device="meta")
-    assert not fused.takes(torch.empty(1, 5, 600, 1, dtype=dtype, device="meta"), [large.to(dtype)])  # by torch's products
+    large = torch.empty(1, 600, 500, dtype=dtype, device="meta")
+    small = torch.empty(1, 2, 2, dtype=dtype, device="meta")
+    assert not fused.takes(torch.empty(1, 5, 1200, 1, dtype=dtype, device="meta"), [large, small])  # by torch's products
 
 
 def test_factors_of_another_dtype():
@@ -324,7 +326,8 @@ def test_few_elements_that_follow_are_no_vectors():
     """The matrix's rows are, where they are wide enough."""
     by_rows = lambda *given, **sizes: [s.by_rows for stage in planned(*given, **sizes).stages for s in stage.steps]  # noqa: E731
     assert by_rows([(141, 141), (2, 2)], 104) == [False, True]
-    assert by_rows([(340, 340)], columns=3) == [True]
+    assert by_rows([(340, 340)], 200, columns=3) == [True]
+    assert by_rows([(340, 340)], columns=3) == [False]  # it would be copied for one product
     assert not any(by_rows([(8, 8)] * 4, 1024))
     assert not any(by_rows([(340, 340)], columns=40))
 

@@ -612,7 +612,7 @@ def split(p, kind):
             df, dp, dq, rest = p[o + 14], p[o + 15], p[o + 16], p[o + 17]
             for g in range(groups):
                 t = total + g * A * P * B * Q * size
-                if df and f_kind and A * B == 1 and tp == dp and tq == dq:
+                if df and f_kind and not a and tp == dp and tq == dq:
                     _round(kind, t, df + g * P * Q * 2, P * Q, P * Q, 1, 1, P * Q, f_kind)
                 elif df:
                     for k in range(P):

@@ -162,24 +162,23 @@ def _together(matrices: Sequence[Matrix]) -> tuple[int, int]:
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def _steps(matrices: Sequence[Matrix], first: int, last: int, columns: int = 1, half: int = 8) -> tuple[list[Step], int, int]:
+def _steps(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows: int = 1, columns: int = 1) -> tuple[list[Step], int, int]:
     """The steps of matrices[first:last], the elements of their widest intermediate, and multiply-adds for a row and column.
 
     Args:
+        sizes: of the multiply.
         matrices: of the multiply.
         first: of them.
         last: likewise.
+        rows: that they multiply.
         columns: that follow.
-        half: elements of half a vector.
     """
     now, steps = [m.p for m in matrices[first:last]], list[Step]()
     widest = work = 0
     for i in in_order([(m.p, m.q) for m in matrices[first:last]]):
         i += first
-        after, (_, _, p, q) = math.prod(now[i - first + 1 :]), matrices[i]
-        few = after * columns
-        by_rows = 1 < few < 4 * half and _product_cost(few, p, q, half) + TURN * q * few < _product_cost(q, p, few, half)
-        step = Step(i, math.prod(now[: i - first]), after, by_rows)
+        before, after = math.prod(now[: i - first]), math.prod(now[i - first + 1 :])
+        step = Step(i, before, after, _is_by_rows(sizes, matrices[i], rows * before, after * columns))
         work += step.before * step.after * matrices[i].p * matrices[i].q
         now[i - first] = matrices[i].q
         widest = max(widest, math.prod(now) if i != first else 0)
@@ -187,9 +186,17 @@ def _steps(matrices: Sequence[Matrix], first: int, last: int, columns: int = 1, 
     return steps, widest, work
 
 
-def _widest(matrices: Sequence[Matrix], first: int, last: int) -> int:
+def _is_by_rows(sizes: Sizes, matrix: Matrix, count: int, after: int) -> bool:
+    """Whether the matrix's rows are vectors, in products of this number: it is copied for that in the left form, and for gradients."""
+    (_, _, p, q), half = matrix, VECTOR // sizes.itemsize // 2
+    copied = TURN * p * q if sizes.columns > 1 or sizes.is_gradient else 0.0
+    by_rows = sizes.groups * count * (_product_cost(after, p, q, half) + TURN * q * after) + sizes.groups * copied
+    return 1 < after < 4 * half and by_rows < sizes.groups * count * _product_cost(q, p, after, half)
+
+
+def _widest(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> int:
     """Elements of the widest operand, intermediate or result of matrices[first:last]."""
-    return max(_steps(matrices, first, last)[1], *_together(matrices[first:last]))
+    return max(_steps(sizes, matrices, first, last)[1], *_together(matrices[first:last]))
 
 
 def _parts(sizes: Sizes, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
@@ -204,18 +211,18 @@ def _parts(sizes: Sizes, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
 
 def _is_small(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
     columns = min(LEAST_COLUMNS, sizes.columns * math.prod([min(m.p, m.q) for m in matrices[last:]]))
-    return _widest(matrices, first, last) * columns * sizes.itemsize <= (ROW_BYTES if columns == 1 else BUFFER_BYTES)
+    return _widest(sizes, matrices, first, last) * columns * sizes.itemsize <= (ROW_BYTES if columns == 1 else BUFFER_BYTES)
 
 
 def _has_units(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
     rows = sizes.groups * sizes.rows * math.prod([min(m.p, m.q) for m in matrices[:first]])
     columns = sizes.columns * math.prod([min(m.p, m.q) for m in matrices[last:]])
-    work = rows * columns * _steps(matrices, first, last)[2]
+    work = rows * columns * _steps(sizes, matrices, first, last)[2]
     return rows * -(-columns // LEAST_COLUMNS) >= sizes.threads or work < THREAD_WORK * 2
 
 
 def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows: int, columns: int) -> Stage:
-    steps, buffer, work = _steps(matrices, first, last, columns, VECTOR // sizes.itemsize // 2)
+    steps, buffer, work = _steps(sizes, matrices, first, last, rows, columns)
     length, width = _together(matrices[first:last])
     widest = max(length, width, buffer)
     vectors = VECTOR // sizes.itemsize * 2
