@@ -42,11 +42,11 @@ class Layout(NamedTuple):
 
 
 def takes(x: Tensor, factors: Sequence[Tensor]) -> bool:
-    """Whether the kernel multiplies operands like these, in canonical form: real ones, but by no large factor, as torch does."""
+    """Whether the kernel multiplies operands like these, in canonical form: real ones, but by large factors alone, as torch does."""
     if x.dtype not in KINDS or min(x.numel(), *[f.numel() for f in factors]) == 0:
         return False
     allowed = (torch.float64,) if x.dtype == torch.float64 else (torch.float32, *HALF_DTYPES)
-    return all([f.dtype in allowed for f in factors]) and max([f.shape[1] * f.shape[2] for f in factors]) <= LARGE
+    return all([f.dtype in allowed for f in factors]) and min([f.shape[1] * f.shape[2] for f in factors]) <= LARGE
 
 
 class Wanted(NamedTuple):
