@@ -22,6 +22,7 @@ CALL: Final = 12.0  # of a product
 FORM: Final = 1.5  # an element of a matrix that is multiplied out, or copied
 PASS: Final = 4.0  # a vector of an intermediate: written and read again
 TURN: Final = 4.0  # an element that is written on its own
+COPY: Final = 12.0  # an element of a matrix that is transposed, by one thread while the others wait
 
 WIDEST: Final = 64  # rows or columns of factors that are multiplied out
 UNIT_BYTES: Final = 1 << 14  # of a buffer of a unit, in the first level of cache: two are in use
@@ -142,8 +143,10 @@ def turns_columns(sizes: Sizes) -> bool:
     if not 1 < sizes.columns < 2 * VECTOR // sizes.itemsize:
         return False
     width = sum([math.prod([shape[side] for shape in sizes.shapes]) for side in (0, 1)])
-    turned = plan(sizes._replace(rows=sizes.rows * sizes.columns, columns=1)).cost
-    return turned + TURN * sizes.groups * sizes.rows * sizes.columns * width < plan(sizes).cost
+    turned = plan(sizes._replace(rows=sizes.rows * sizes.columns, columns=1))
+    last = max([m.p * m.q for m in turned.matrices[-2:]])  # whose rows are vectors then; a factor of one element may follow it
+    moved = TURN * sizes.rows * sizes.columns * width + COPY * sizes.threads * last
+    return turned.cost + sizes.groups * moved < plan(sizes).cost
 
 
 def in_order(shapes: Sequence[tuple[int, int]]) -> list[int]:
@@ -187,11 +190,10 @@ def _steps(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
 
 
 def _is_by_rows(sizes: Sizes, matrix: Matrix, count: int, after: int) -> bool:
-    """Whether the matrix's rows are vectors, in products of this number: it is copied for that in the left form, and for gradients."""
+    """Whether the matrix's rows are vectors, in products of this number: it may have to be copied for that."""
     (_, _, p, q), half = matrix, VECTOR // sizes.itemsize // 2
-    copied = TURN * p * q if sizes.columns > 1 or sizes.is_gradient else 0.0
-    by_rows = sizes.groups * count * (_product_cost(after, p, q, half) + TURN * q * after) + sizes.groups * copied
-    return 1 < after < 4 * half and by_rows < sizes.groups * count * _product_cost(q, p, after, half)
+    by_rows = count * (_product_cost(after, p, q, half) + TURN * q * after) + COPY * sizes.threads * p * q
+    return 1 < after < 4 * half and by_rows < count * _product_cost(q, p, after, half)
 
 
 def _widest(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> int:
