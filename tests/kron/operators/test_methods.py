@@ -281,7 +281,7 @@ def test_gradients(name: str, dtype: torch.dtype) -> None:
         y = x if x.shape[0] == a.shape[-2] else torch.ones(a.shape[-2], 3, dtype=x.dtype)
         return {n: chosen[n].lazy(a, x, y) for n in names}
 
-    sizes = {n: r.abs().max() for n, r in results(chosen, x, *tensors).items()}  # of an inverse and a determinant: many decades
+    sizes = {n: r.abs().max() or 1 for n, r in results(chosen, x, *tensors).items()}  # of an inverse and a determinant: many decades
 
     def function(names: Sequence[str], *given: Tensor) -> Tensor:
         found = results(names, *given).items()
