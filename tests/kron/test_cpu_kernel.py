@@ -261,6 +261,16 @@ def test_gradients_of_strides(kind, units):
         check_gradients(turn(cotangent(x, factors)), turn(x), [f.mT.contiguous().mT for f in factors])
 
 
+@pytest.mark.parametrize("gaps", ["x", "dy", "both"])
+def test_gradients_of_one_step_with_gaps(gaps):
+    """Which takes no buffer but for its operands."""
+    for groups, rows, columns, p, q in ((1, 3, 5, 7, 33), (2, 1, 40, 64, 64), (1, 1, 8, 31, 31)):
+        x, factors = torch.randn(groups, rows, p, columns), [torch.randn(groups, p, q)]
+        dy = cotangent(x, factors)
+        x, dy = (torch.nn.functional.pad(t, (0, 3))[..., :columns] if gaps in (name, "both") else t for name, t in (("x", x), ("dy", dy)))
+        check_gradients(dy, x, factors)
+
+
 def test_gradients_of_units_of_one_column():
     for columns in (33, 65):
         x, factors = torch.randn(1, 1, 600, columns), [torch.randn(1, 20, 21), torch.randn(1, 30, 31)]

@@ -399,13 +399,18 @@ class Fused:
         """The place of what lies between two stages."""
         return -1 - self._reserve(self._sizes.groups * stage.rows * stage.columns * length * self._dtype.itemsize)
 
+    def _is_strided(self) -> bool:
+        """Whether x or dy is read with gaps between its elements."""
+        read = [self._x.read] + ([] if self._dy is None else [self._dy.read])
+        return any([t.strides[1:] != _contiguous(t.shape, t.dtype).strides[1:] for t in read])
+
     def _write_stage(self, stage: Stage, source: int, taken: int, slots: int) -> int:
         """The integers of a stage, by what it reads, the steps that it takes, and a thread's buffers; returns where they begin."""
         at, is_shared = len(self._ints), stage.work >= THREAD_WORK
         self._runs.append((at, is_shared))
         chunks = -(-stage.columns // stage.unit_columns)
         units = -(-stage.rows // stage.unit_rows) * chunks
-        is_cut = self._wanted is not None and chunks > 1
+        is_cut = self._wanted is not None and (chunks > 1 or self._is_strided())  # so that a gradient's operands are copied
         is_direct = len(stage.steps) == 1 and KINDS[self._x.given.dtype] == SAME and not (is_cut or stage.steps[0].by_rows)  # by no buffer
         buffer = 0 if is_direct else -(-stage.buffer * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         sizes = [stage.rows, stage.columns, stage.length, stage.width, stage.unit_rows, stage.unit_columns]
