@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -63,6 +64,8 @@ def _begin(itemsize: int) -> Kernel | None:
         if waits or torch.are_deterministic_algorithms_enabled():  # equal calls give equal bits, the first one too
             _compile(itemsize)
         else:  # the interpreter waits for it when it ends: LLVM must not be torn down while it works
+            with suppress(Exception):  # `_compile` tells of it; imports change sys.modules, which other code may be going through
+                importlib.import_module("fastkron_py.kron.cpu.kernels")
             threading.Thread(target=_compile, args=(itemsize,), name="fastkron_py compiles its CPU kernel").start()
     found: Kernel | None = _found[itemsize]
     return found
