@@ -91,7 +91,7 @@ def pair_gradients(dy: Tensor, pairs: Tensor, activation: str, layout: str) -> T
     gradients = torch.empty_like(pairs, memory_format=torch.contiguous_format)
     for rows in row_slices(pairs, 2 * pairs.shape[1]):
         of_up, of_gate = split(gradients[rows], layout)
-        dup, dgate = found.gradients(wide(dy[rows]), *(wide(t) for t in split(pairs[rows], layout)))
-        of_up.copy_(dup)
-        of_gate.copy_(dgate)
+        given = wide(dy[rows]), *(wide(t) for t in split(pairs[rows], layout))
+        of_up.copy_(found.up_gradient(*given))  # its memory is free before the other one is made
+        of_gate.copy_(found.gate_gradient(*given))
     return gradients

@@ -52,12 +52,13 @@ class Activation:
         """The gated result, on the host."""
         return (up if self.up is None else self.up.host(up)) * self.host(gate)
 
-    def gradients(self, dy: Tensor, up: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of up and gate, on the host."""
-        dup = dy * self.host(gate)
-        if self.up is None:
-            return dup, dy * up * self.host_derivative(gate)
-        return dup * self.up.host_derivative(up), dy * self.up.host(up) * self.host_derivative(gate)
+    def up_gradient(self, dy: Tensor, up: Tensor, gate: Tensor) -> Tensor:
+        """The gradient of up, on the host."""
+        return dy * self.host(gate) if self.up is None else dy * self.host(gate) * self.up.host_derivative(up)
+
+    def gate_gradient(self, dy: Tensor, up: Tensor, gate: Tensor) -> Tensor:
+        """The gradient of gate, on the host."""
+        return dy * (up if self.up is None else self.up.host(up)) * self.host_derivative(gate)
 
     @property
     def has_device_functions(self) -> bool:
