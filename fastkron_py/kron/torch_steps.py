@@ -13,6 +13,7 @@ from torch import Tensor
 from fastkron_py.kron.cpu.plan import in_order
 from fastkron_py.kron.matmul import batch_product, product
 from fastkron_py.runtime.checks import HALF_DTYPES
+from fastkron_py.tiling import torch_products
 from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, VECTOR
 from fastkron_py.tiling.torch_products import by_onednn, matrix_product
 
@@ -93,6 +94,7 @@ def split(total: Tensor, factors: Sequence[Tensor], needed: Sequence[bool]) -> l
 BLOCK_ROWS: Final = 256  # a tall product is split into a batch of these, which torch spreads over threads
 BLOCK_ELEMENTS: Final = 1 << 14  # of a matrix by which blocks are multiplied: larger ones would be packed anew for each
 SUM_BLOCK: Final = 1024  # terms
+FEW: Final = 4  # elements of a matrix that are read in the time in which one of an operand is copied
 
 
 def ready(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,6 +121,8 @@ def mode_product(x: Tensor, matrix: Tensor, out: Tensor) -> None:
         _tall_product(ready(x.reshape(1, groups * count, p), matrix.dtype)[0], matrix[0], out.view(-1, q))
     elif after == 1:
         product(ready(x.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q))
+    elif is_shared and has_few_columns(p, q, groups * count, after):
+        out.copy_(_columns_product(x.to(matrix.dtype), matrix[0]))
     else:
         a = ready(x.reshape(groups * count, p, after), matrix.dtype)
         left = matrix[:1].mT.expand(groups * count, q, p) if is_shared else matrix.mT.repeat_interleave(count, 0)
@@ -127,6 +131,17 @@ def mode_product(x: Tensor, matrix: Tensor, out: Tensor) -> None:
             product(left, a, out.view(groups * count, q, after))
         else:
             out.view(q, after).copy_(found)
+
+
+def has_few_columns(p: int, q: int, count: int, after: int) -> bool:
+    """Whether products by several operands of few columns, which all read a large matrix, take longer than copies of the operands."""
+    return count > 1 and p * q > BLOCK_ELEMENTS and FEW * after * (p + q) < p * q
+
+
+def _columns_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """``[.., P, after]`` by a matrix ``[P, Q]`` in one product whose rows are all columns of x."""
+    rows = x.mT.reshape(-1, x.shape[-2])
+    return torch_products.product(rows, matrix).view(*x.shape[:-2], x.shape[-1], matrix.shape[1]).mT
 
 
 def _tall_product(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -264,6 +279,8 @@ def _small_product(step: Step, rows: int, columns: int, is_transposed: bool) -> 
         return lambda x, f: matrix_product(x.reshape(count, p), f.mT if is_transposed else f, True)
     if count == 1:
         return lambda x, f: matrix_product(f if is_transposed else f.mT, x.reshape(p, after), False)
+    if has_few_columns(p, q, count, after):
+        return lambda x, f: _columns_product(x.reshape(count, p, after), f.mT if is_transposed else f)
     return lambda x, f: batch_product((f if is_transposed else f.mT).expand(count, q, p), x.reshape(count, p, after))
 
 

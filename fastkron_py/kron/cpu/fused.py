@@ -46,7 +46,7 @@ def takes(x: Tensor, factors: Sequence[Tensor]) -> bool:
     if x.dtype not in KINDS or min(x.numel(), *[f.numel() for f in factors]) == 0:
         return False
     allowed = (torch.float64,) if x.dtype == torch.float64 else (torch.float32, *HALF_DTYPES)
-    return all([f.dtype in allowed for f in factors]) and min([f.shape[1] * f.shape[2] for f in factors]) <= LARGE
+    return all([f.dtype in allowed for f in factors]) and max([f.shape[1] * f.shape[2] for f in factors]) <= LARGE
 
 
 class Wanted(NamedTuple):
