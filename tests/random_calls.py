@@ -111,13 +111,13 @@ class Drawer:
         choose, chance = self.random.choice, self.random.random
         dtype, left, count = choose([*TOLERANCES, torch.float32, torch.float64]), chance() < 0.4, choose([1, 1, 2, 2, 2, 3, 3, 4, 5])
         shapes: list[tuple[int, int]] = []
-        while not shapes or max(math.prod([s[side] for s in shapes]) for side in (0, 1)) > MOST[self.small]:
+        while not shapes or max([math.prod([s[side] for s in shapes]) for side in (0, 1)]) > MOST[self.small]:
             sizes = [(choose(SIZES[count < 3]), choose(SIZES[count < 3])) for _ in range(count)]
             shapes = [(p, q if chance() < 0.5 else p) for p, q in sizes]
         identities = [chance() < 0.15 for _ in shapes]
         shapes = [(p, p) if is_one else (p, q) for (p, q), is_one in zip(shapes, identities, strict=True)]
         inner, outer = (math.prod([s[side] for s in shapes]) for side in ((1, 0) if left else (0, 1)))
-        batch = choose([()] * 6 + [(2,), (3,), (1,), (2, 1), (0,)])
+        batch = choose([()] * 6 + [(2,), (3,), (1,), (2, 1), (0,), (40,)])
         of_factors = choose([(), (), batch, tuple([choose([1, b]) for b in batch])])
         factors = [s[0] if one else self.tensor((*of_factors, *s), dtype) for s, one in zip(shapes, identities, strict=True)]
         rows = choose(ROWS[self.small])

@@ -141,6 +141,17 @@ def test_a_unit_of_one_column(columns, dtype):
         check(x, [(torch.randn(1, p, q) / math.sqrt(p)).to(dtype) for p, q in shapes])
 
 
+def test_few_columns_with_gaps():
+    """The first step has the factor's rows as vectors, and reads columns that lie apart."""
+    for rows, columns, shapes in ((64, 2, [(16, 64), (33, 5)]), (10, 3, [(33, 100), (3, 16), (64, 8)]), (200, 3, [(64, 16)])):
+        x, factors = torch.randn(1, rows, math.prod(p for p, _ in shapes), columns), [torch.randn(1, p, q) for p, q in shapes]
+        x = torch.nn.functional.pad(x, (0, 3), value=math.nan)[..., :columns]
+        run = fused.fused(fused.Layout.of(x), tuple(map(fused.Layout.of, factors)), False, torch.get_num_threads())
+        assert run._plan.stages[0].steps[0].by_rows
+        assert not run._x.is_copied
+        check(x, factors)
+
+
 def test_a_sum_does_not_depend_on_threads_or_units(units, threads):
     x, factors = make("a row beyond the cache", torch.float32)
     whole = torch.cat([fused.multiplied(x[:, i : i + 1], factors, 1.0) for i in range(2)], 1)

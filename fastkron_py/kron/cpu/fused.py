@@ -20,7 +20,7 @@ from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.program import bits
 
 KINDS: Final = {torch.float32: SAME, torch.float64: SAME, torch.float16: HALF, torch.bfloat16: BFLOAT16}
-LARGE: Final = 1 << 18  # elements of a factor by which torch's products are as fast
+LARGE: Final = 1 << 18  # elements of a factor by which torch's products are faster
 PARTS: Final = 64  # at most, but for the threads, whose sums of gradients are added up at the end, as far as those take less than x
 KEPT_BYTES: Final = 1 << 26  # of scratch memory that a thread keeps: the system clears new pages, which takes as long as the products
 _ALIGNMENT: Final = 64
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
 
 def takes(x: Tensor, factors: Sequence[Tensor]) -> bool:
-    """Whether the kernel multiplies operands like these, in canonical form: real ones, but by large factors alone, as torch does."""
+    """Whether the kernel multiplies operands like these, in canonical form: real ones, by no large factor, which torch's BLAS packs."""
     if x.dtype not in KINDS or min(x.numel(), *[f.numel() for f in factors]) == 0:
         return False
     allowed = (torch.float64,) if x.dtype == torch.float64 else (torch.float32, *HALF_DTYPES)

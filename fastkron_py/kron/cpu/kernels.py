@@ -473,6 +473,7 @@ def stage(p, kind):
     buffer, slots, g_kind = p[25], p[26], p[31]
     x_size, y_size, g_size = 2 if x_kind else size, 2 if y_kind else size, 2 if g_kind else size
     is_gradient = p[27] != 0
+    is_whole = is_gradient or p[HEAD + 13] != 0  # gradients and turned products read columns without gaps
     first = p[24] + _claim(p, 1) * (slots + 1) * buffer
     spare = first + slots * buffer
     part = _claim(p, 0)
@@ -484,7 +485,7 @@ def stage(p, kind):
             rows, columns = min(rows_most, L - row), min(columns_most, R - column)
             u, u_row, u_k = x + (group * x_group + row * x_row + column) * x_size, x_row, x_k
             target = y + (group * y_group + row * y_row + column) * y_size
-            if x_kind or (is_gradient and x_k != columns):
+            if x_kind or (is_whole and x_k != columns):
                 _read(kind, u, x_row, x_k, first, rows, length, columns, x_kind)
                 u, u_row, u_k = first, length * columns, columns
             src, src_row, src_k = u, u_row, u_k
