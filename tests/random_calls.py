@@ -37,6 +37,8 @@ SIZES = {
 }
 ROWS = {False: (0, 1, 2, 3, 5, 8, 16, 17, 33, 40, 65, 100, 257, 1000), True: (1, 2, 5, 16, 33)}
 
+MANY = (40,)  # a batch, of small matrices
+
 
 class Call(NamedTuple):
     """A product: tensors, or integers for identities among the factors, and options."""
@@ -117,10 +119,10 @@ class Drawer:
         identities = [chance() < 0.15 for _ in shapes]
         shapes = [(p, p) if is_one else (p, q) for (p, q), is_one in zip(shapes, identities, strict=True)]
         inner, outer = (math.prod([s[side] for s in shapes]) for side in ((1, 0) if left else (0, 1)))
-        batch = choose([()] * 6 + [(2,), (3,), (1,), (2, 1), (0,), (40,)])
-        of_factors = choose([(), (), batch, tuple([choose([1, b]) for b in batch])])
+        batch = choose([()] * 6 + [(2,), (3,), (1,), (2, 1), (0,), MANY])
+        of_factors = choose([(), (), batch, tuple([choose([1, b]) for b in batch])]) if batch != MANY else ()
         factors = [s[0] if one else self.tensor((*of_factors, *s), dtype) for s, one in zip(shapes, identities, strict=True)]
-        rows = choose(ROWS[self.small])
+        rows = choose(ROWS[self.small or batch == MANY])
         x = self.tensor((*batch, inner, rows) if left else (*batch, rows, inner), dtype)
         shape = (*torch.broadcast_shapes(batch, () if all(identities) else of_factors), *((outer, rows) if left else (rows, outer)))
         alpha = choose([1.0, 1.0, 0.5, -2, 0.0, 1 + 2j if dtype.is_complex else 3.0])
