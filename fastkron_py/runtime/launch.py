@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -21,6 +24,7 @@ logger = logging.getLogger("fastkron_py")
 
 # Of every launch. Kernels are written and timed for products and sums in one instruction; Triton's default depends on its version.
 _OPTIONS: Final = {"enable_fp_fusion": True}
+_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 _obstacles: dict[type, str | None] = {}  # why compiled kernels of a class are launched by Triton alone, None if they are not
 
 
@@ -105,7 +109,27 @@ class LaunchConfig(NamedTuple):
         Args:
             first: the first arguments, by name.
         """
-        return self.kernel.run(grid=self.grid, warmup=False, **first, **self.arguments, **_OPTIONS)
+        return self.kernel.run(grid=self.grid, warmup=_only_compiles.get(), **first, **self.arguments, **_OPTIONS)
+
+
+def compile_side_by_side(launchers: Sequence[Launcher], run: Callable[[], Any]) -> None:
+    """Compile the kernels that a run would compile one after the other; it launches nothing meanwhile.
+
+    Errors are left to the launches that follow: they meet the same ones, or take their next configuration.
+
+    Args:
+        launchers: of the run.
+        run: calls each launcher, on operands of its own.
+    """
+    count = len([launcher for launcher in launchers if launcher.ready() is None])
+    if count < 2 or knobs.runtime.interpret:
+        return
+    was = _only_compiles.set(True)
+    try:
+        with ThreadPoolExecutor(min(count, os.cpu_count() or 1)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            run()
+    finally:
+        _only_compiles.reset(was)
 
 
 class Launcher:
@@ -128,6 +152,8 @@ class Launcher:
             names = [name for name in kernel.arg_names if name not in arguments]
             try:
                 compiled = config.launch(dict(zip(names, map(_in_reals, given), strict=True)))
+                if _only_compiles.get():
+                    return
             except OutOfResources:
                 if self._first + 1 == len(self.configs):
                     raise

@@ -261,8 +261,19 @@ class Program:
     def by_tensors(self, given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
         """The results by way of Triton's JIT functions, which also compile, and take any alignment."""
         key = (None, *map(bits, scalars)) if self.has_scalars else None
-        run = self._runs.get(key) or self._keep(key, _Straight(self, scalars).run())
+        run = self._runs.get(key)
+        if run is None:
+            run = _Straight(self, scalars).run()
+            self._compile(lambda: run(given, scalars))
+            self._keep(key, run)
         return run(given, scalars)
+
+    def _compile(self, run: Callable[[], Any]) -> None:
+        """Compile the kernels side by side before the first run; what calls of torch would see then has not been computed."""
+        from fastkron_py.runtime import launch
+
+        if not self._has_calls:
+            launch.compile_side_by_side([step.run for step in self._steps], run)
 
     def _compiled(self, key: Any, scalars: tuple[float, ...]) -> Run | None:
         """The run with compiled kernels, which a first run by tensors sees to where there is a compiler; else None."""
