@@ -98,7 +98,8 @@ def kron_quantize(
         >>> bool((y.dequantize() - kron_matmul(x, factors)).abs().max() <= 0.5 * y.scales.max() + 1e-3)
         True
     """
-    key, given = None, (x,)
+    key: Any = None
+    given: tuple[Any, ...] = (x,)
     if type(factors) in (list, tuple) and type(clip_ratio) is float and not torch.compiler.is_compiling():
         given = (x, *[f for f in factors if type(f) not in (int, Hadamard)])
         places = [f if type(f) in (int, Hadamard) else None for f in factors]
@@ -194,9 +195,11 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     targets = build.empty((rows, values.shape[-1]), values.dtype), build.empty((rows,), torch.float32)
     shapes = [tuple(values.shape), tuple(scales.shape)]
     matrix, precision = build.reshape(x, (rows, width)), resolved(precision)
-    if takes_rotation(matrix, factors, order, kind, build.device):
+    rotation = one_rotation(matrix, factors, order, kind, build.device)
+    launcher: Launcher | None
+    if rotation is not None:
         matrix = matrix if matrix.stride(1) == 1 else build.contiguous(matrix)
-        launcher = rotate.launcher(rotate.rotation(width, order, [f.shape for f in factors]), matrix, factors)
+        launcher = rotate.launcher(rotation, matrix, factors)
         build.launch(launcher, (matrix, tuple(factors) or (matrix,), targets[1], targets[0]), (Scalar(0), bits(unit)))
         return build.program(targets, shapes)
     if factors and order == groups == 1:
@@ -258,8 +261,8 @@ def _converts_to(kind: str, device: torch.device) -> bool:
     return not is_interpreting() and (devices.gpu_of(device).capability or (0, 0)) >= _FLOAT8
 
 
-def takes_rotation(x: Tensor, factors: Sequence[Tensor], order: int, kind: str, device: torch.device) -> bool:
-    """Whether one launch rotates the groups of rows, and rounds.
+def one_rotation(x: Tensor, factors: Sequence[Tensor], order: int, kind: str, device: torch.device) -> rotate.Rotation | None:
+    """The launch that rotates the groups of rows, and rounds; None where the kernel does not take them.
 
     Args:
         x: ``[rows, width]``.
@@ -268,9 +271,10 @@ def takes_rotation(x: Tensor, factors: Sequence[Tensor], order: int, kind: str, 
         kind: of the values.
         device: of all tensors.
     """
-    if x.dtype not in HALF_DTYPES or rotate.rotation(x.shape[1], order, [f.shape for f in factors]) is None:
-        return False
-    return _converts_to(kind, device) and (is_interpreting() or (devices.gpu_of(device).capability or (0, 0)) >= rotate.CAPABILITY)
+    has_cores = is_interpreting() or (devices.gpu_of(device).capability or (0, 0)) >= rotate.CAPABILITY
+    if x.dtype not in HALF_DTYPES or not has_cores or not _converts_to(kind, device):
+        return None
+    return rotate.rotation(x.shape[1], order, [f.shape for f in factors])
 
 
 def quantizing_launch(problem: Canonical, precision: str, kind: str, device: torch.device) -> Launcher | None:

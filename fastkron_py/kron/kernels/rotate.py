@@ -145,7 +145,7 @@ def _rotate_rows_kernel(
         for i in tl.static_range(P // 8):
             column = ((c * (C // ROWS) + group) * (SIDE * P) + i * PART)[:, None] + tl.arange(0, PART)[None, :]
             x = tl.load(x_ptr + (row * x_stride)[:, None] + column, mask=inside[:, None] & (column < N), other=0.0)
-            loaded = loaded + (x,)  # noqa: RUF005 (Triton has no unpacking)
+            loaded = loaded + (x,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no unpacking)
     sums = ()
     largest = tl.zeros((C, SIDE, P), tl.float32)
     for c in tl.static_range(CHUNKS):
@@ -159,7 +159,7 @@ def _rotate_rows_kernel(
             w = dot(high.to(tl.bfloat16), a_rest, w, PRECISION)
         w = dot(high.to(tl.bfloat16), a, w, PRECISION)
         largest = tl.maximum(largest, tl.abs(w), propagate_nan=tl.PropagateNan.ALL)
-        sums = sums + (w,)  # noqa: RUF005
+        sums = sums + (w,)  # type: ignore[assignment]  # noqa: RUF005
 
     largest = largest * scalar(unit, tl.float32)
     of_warp = tl.max(largest.reshape(C, SIDE * P).to(tl.int32, bitcast=True), 1)
