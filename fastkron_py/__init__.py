@@ -7,6 +7,7 @@ submodules ``distributed``, ``integrations``, ``nn``, ``reference`` and ``testin
 from typing import TYPE_CHECKING
 
 from fastkron_py.functional import (
+    Hadamard,
     KroneckerProduct,
     KroneckerSum,
     families,
@@ -29,6 +30,7 @@ from fastkron_py.runtime.backend import backend, host_time, set_backend
 __version__ = "0.1.0"
 
 __all__ = [
+    "Hadamard",
     "KroneckerProduct",
     "KroneckerSum",
     "backend",

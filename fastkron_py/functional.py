@@ -5,6 +5,7 @@ from fastkron_py.gated.api import gated_linear, gated_mlp
 from fastkron_py.kan.api import poly_kan
 from fastkron_py.kron.api import gekmm, gemkm, kron_matmul, kron_matmul_left
 from fastkron_py.kron.hadamard import hadamard
+from fastkron_py.kron.hadamard_orders import Hadamard
 from fastkron_py.kron.kron_plan import families, kron_plan
 from fastkron_py.kron.modes import mode_matmul
 from fastkron_py.kron.operators.kronecker_sum import KroneckerSum
@@ -14,6 +15,7 @@ from fastkron_py.kron.tune.api import tune
 from fastkron_py.rational.api import layer_norm_rational, linear_rational, rational, rational_linear
 
 __all__ = [
+    "Hadamard",
     "KroneckerProduct",
     "KroneckerSum",
     "Quantized",

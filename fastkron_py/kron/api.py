@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastkron_py.kron import modes, operator
 from fastkron_py.kron.checks import check_problem, check_tensors, factors_and_identities, is_identity
+from fastkron_py.kron.hadamard_orders import Hadamard, with_matrices
 from fastkron_py.kron.matmul import PLAIN, Epilogue
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import backend_of_call
@@ -26,7 +27,7 @@ Scalar = float | complex | Tensor
 
 def kron_matmul(
     x: ArrayT,
-    factors: Sequence[ArrayT | int],
+    factors: Sequence[ArrayT | int | Hadamard],
     *others: Never,
     alpha: Scalar = 1.0,
     beta: Scalar = 0.0,
@@ -44,7 +45,7 @@ def kron_matmul(
             float16, bfloat16, float32, float64, complex64 or complex128.
         factors: sequence of ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``, of x's array type, dtype and device.
             Batch dimensions of x and of the factors broadcast. An integer n stands for the identity I_n, which
-            takes no multiply: the others are multiplied where their modes stand in x.
+            takes no multiply: the others are multiplied where their modes stand in x. `Hadamard` stands for a Hadamard matrix.
         others: none: factors come in one list, and options by name.
         alpha: scales the product: a finite number, or a 0-dimensional tensor (which gets a gradient).
         beta: scales z: a number or a 0-dimensional tensor; other than 0 it needs z.
@@ -76,7 +77,7 @@ def kron_matmul(
 
 
 def kron_matmul_left(
-    factors: Sequence[ArrayT | int],
+    factors: Sequence[ArrayT | int | Hadamard],
     x: ArrayT,
     *others: Never,
     alpha: Scalar = 1.0,
@@ -113,7 +114,7 @@ def kron_matmul_left(
     return _call(x, factors, alpha, beta, z, precision, True, ("x", "factors", "z"))  # type: ignore[no-any-return]
 
 
-def gemkm(x: ArrayT, fs: Sequence[ArrayT | int], alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
+def gemkm(x: ArrayT, fs: Sequence[ArrayT | int | Hadamard], alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
     """FastKron's name and argument order of `kron_matmul`: ``alpha * x @ (fs[0] (x) ...) + beta * y``.
 
     Unlike FastKron's, alpha, beta and y also take part where gradients are wanted.
@@ -136,7 +137,7 @@ def gemkm(x: ArrayT, fs: Sequence[ArrayT | int], alpha: Scalar = 1.0, beta: Scal
     return _call(x, fs, alpha, beta, y, None, False, ("x", "fs", "y"))  # type: ignore[no-any-return]
 
 
-def gekmm(fs: Sequence[ArrayT | int], x: ArrayT, alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
+def gekmm(fs: Sequence[ArrayT | int | Hadamard], x: ArrayT, alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
     """FastKron's name and argument order of `kron_matmul_left`: ``alpha * (fs[0] (x) ...) @ x + beta * y``.
 
     Args:
@@ -190,7 +191,7 @@ def _on_arrays(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: A
         order = names[1::-1] if left else names[:2]
         raise type_error(names[0], f"an array: the order of arguments is ({', '.join(order)})", type_name(x))
     factors = factors_and_identities(factors, names[1])
-    given = {names[0]: x, **{f"{names[1]}[{i}]": f for i, f in enumerate(factors) if not is_identity(f)}}
+    given = {names[0]: x, **{f"{names[1]}[{i}]": f for i, f in enumerate(factors) if not _is_made(f)}}
     given |= {} if z is None else {names[2]: z}
     bridge = find_bridge(list(given.values()), list(given))
     for name, scalar in (("alpha", alpha), ("beta", beta)):
@@ -199,8 +200,14 @@ def _on_arrays(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: A
     with bridge.context():
         x, *tensors = (bridge.load(array, label) for label, array in given.items())
         z = None if z is None else tensors.pop()
-        factors = modes.filled(factors, tensors)
+        loaded = iter(tensors)
+        factors = [f if _is_made(f) else next(loaded) for f in factors]
         return bridge.give_back(_multiply(x, factors, alpha, beta, z, precision, left, names))
+
+
+def _is_made(factor: Any) -> bool:
+    """Whether a factor is no array."""
+    return is_identity(factor) or isinstance(factor, Hadamard)
 
 
 def _multiply(
@@ -216,6 +223,8 @@ def _multiply(
 ) -> Tensor:
     """The product of tensors, kept by this key if there is one."""
     check_precision(precision)
+    if any([isinstance(f, Hadamard) for f in factors]):
+        factors, key = with_matrices(factors, x), None  # which is of the tensors that were given
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, factors, z = cast(x, dtype), [cast(f, dtype) for f in factors], cast(z, dtype)

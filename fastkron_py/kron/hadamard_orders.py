@@ -10,14 +10,15 @@ order n whose periodic autocorrelations cancel, which a search finds (Williamson
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastkron_py.runtime.eager import constants
 from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.torch_internals import constant_in_graphs, mark_static
 
@@ -173,19 +174,23 @@ LEAST_BITS: Final = 5
 
 @constant_in_graphs
 @lru_cache(maxsize=256)
-def split(n: int) -> tuple[int, int]:
-    """(m, k) of rows of length n = m * 2^k.
+def split(n: int, name: str = "x.shape[-1]") -> tuple[int, int]:
+    """(m, k) of n = m * 2^k, the length of rows.
+
+    Args:
+        n: see above.
+        name: of n in an error.
 
     Raises:
         ValueError: there is no such m.
     """
     if n < 1:
-        raise value_error("x.shape[-1]", "a positive length", n)
+        raise value_error(name, "a positive length", n)
     twos = (n & -n).bit_length() - 1
     odd = n >> twos
     used = next((j for j in range(2, twos + 1) if odd << j <= MOST and hadamard_matrix(odd << j) is not None), None) if odd > 1 else 0
     if used is None:
-        raise value_error("x.shape[-1]", "m * 2^k with m = 1 or the order of a known Hadamard matrix (12, 20, 28, 36, ...)", n)
+        raise value_error(name, "m * 2^k with m = 1 or the order of a known Hadamard matrix (12, 20, 28, 36, ...)", n)
     return odd << used, twos - used
 
 
@@ -253,3 +258,47 @@ def padded_matrix(m: int) -> list[Tensor | None]:
     matrix[:m, :m] = _entries(m)
     mark_static(matrix)
     return [matrix]
+
+
+class Hadamard(NamedTuple):
+    """A Hadamard matrix as a factor of any function: ``scale * H``, entries of H are 1 and -1, as `hadamard` multiplies with.
+
+    Its values are not read where a kernel has additions, and made where none has.
+
+    Attributes:
+        order: m * 2^k, as in `hadamard`.
+        scale: of all entries; ``order ** -0.5`` makes the matrix orthogonal.
+
+    Example:
+        >>> Hadamard(2).matrix(torch.empty(0)).tolist()
+        [[1.0, 1.0], [1.0, -1.0]]
+    """
+
+    order: int
+    scale: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``[order, order]``."""
+        return self.order, self.order
+
+    @property
+    def is_sylvester(self) -> bool:
+        """Whether the order is a power of two."""
+        return self.order > 0 and not self.order & (self.order - 1)
+
+    def matrix(self, like: Tensor) -> Tensor:
+        """The matrix itself, of this tensor's dtype and device."""
+        (made,) = constants(_dense, (self.order, self.scale, like.dtype), like.device)
+        return cast("Tensor", made)
+
+
+def _dense(order: int, scale: float, dtype: torch.dtype) -> list[Tensor]:
+    m, bits = split(order, "Hadamard: order")
+    made = torch.from_numpy(np.kron(cast("Matrix", hadamard_matrix(m)), _sylvester(1 << bits)))
+    return [made.double().mul(scale).to(dtype)]
+
+
+def with_matrices(factors: Sequence[Any], like: Tensor) -> list[Any]:
+    """The factors with matrices in place of `Hadamard`."""
+    return [f.matrix(like) if isinstance(f, Hadamard) else f for f in factors]

@@ -9,19 +9,23 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import torch_backend
+from fastkron_py.kron import rotate, torch_backend
+from fastkron_py.kron.api import kron_matmul
 from fastkron_py.kron.canonical import Canonical, canonical
-from fastkron_py.kron.checks import check_tensors, factor_list, result_shape
+from fastkron_py.kron.checks import Factor, check_tensors, factors_and_identities, is_identity, result_shape, shape_of
 from fastkron_py.kron.families import slice_pair
+from fastkron_py.kron.hadamard_orders import Hadamard, factor_sizes, matrices, with_matrices
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import backend_of_call, choose_backend, is_interpreting
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import HALF_DTYPES, check_precision, check_scalar
+from fastkron_py.runtime.eager import constants
 from fastkron_py.runtime.errors import type_error, value_error
 from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.operator import Operator
-from fastkron_py.runtime.precision import autocasted, resolved, torch_products
+from fastkron_py.runtime.precision import autocast_dtype, autocasted, resolved, torch_products
 from fastkron_py.runtime.program import Program, Scalar, bits
 
 if TYPE_CHECKING:
@@ -60,7 +64,7 @@ class Quantized(NamedTuple):
 
 
 def kron_quantize(
-    x: Tensor, factors: Sequence[Tensor], dtype: torch.dtype | str, *, clip_ratio: float = 1.0, precision: str | None = None
+    x: Tensor, factors: Sequence[Factor | Hadamard], dtype: torch.dtype | str, *, clip_ratio: float = 1.0, precision: str | None = None
 ) -> Quantized:
     """Multiply with a Kronecker product and round each row: ``x @ (F1 (x) ... (x) FN)`` as ``scales * values``.
 
@@ -73,7 +77,8 @@ def kron_quantize(
 
     Args:
         x: ``[*, K]``, a torch tensor of float16, bfloat16, float32 or float64; under autocast of its dtype, as in `kron_matmul`.
-        factors: matrices ``[P_i, Q_i]`` of x's dtype and device; ``K = prod P_i``, ``N = prod Q_i``.
+        factors: matrices ``[P_i, Q_i]`` of x's dtype and device; ``K = prod P_i``, ``N = prod Q_i``. An integer n stands for the identity
+            I_n, as in `kron_matmul`: ``[n, F]`` multiplies each of n groups of a row. `Hadamard` stands for a Hadamard matrix.
         dtype: torch.int8, torch.float8_e4m3fn or "int4".
         clip_ratio: a number above 0, at most 1: the share of a row's largest absolute value that is the format's largest number.
         precision: of float32 products, as in `kron_matmul`.
@@ -93,20 +98,32 @@ def kron_quantize(
         >>> bool((y.dequantize() - kron_matmul(x, factors)).abs().max() <= 0.5 * y.scales.max() + 1e-3)
         True
     """
+    key: Any = None
+    given: tuple[Any, ...] = (x,)
+    if type(factors) in (list, tuple) and type(clip_ratio) is float and not torch.compiler.is_compiling():
+        given = (x, *[f for f in factors if type(f) not in (int, Hadamard)])
+        places = [f if type(f) in (int, Hadamard) else None for f in factors]
+        key = "kron_quantize", dtype, clip_ratio, precision, *places
+        entry = CACHE.find(key, given)
+        if entry is not None:
+            return Quantized(*entry.call(given, entry.options))
     kind = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     if kind not in LARGEST or (kind == INT4) is not isinstance(dtype, str):
         raise type_error("dtype", 'torch.int8, torch.float8_e4m3fn or "int4"', dtype)
-    listed = factor_list(factors)
-    if isinstance(x, Tensor):
+    listed = factors_and_identities(factors)
+    check_tensors(x, [], None, ("x", "factors", ""))
+    if autocast_dtype(x) is not None:
         x, listed, _ = autocasted(x, listed, None)
-    check_tensors(x, listed, None, ("x", "factors", ""))
+        key = None  # which does not tell autocast's dtype
+    groups, order, unit, listed = _rotation(x, listed)
+    check_tensors(x, listed, None, ("x", "factors", ""), identities=True)
     if x.is_complex():
         raise type_error("x", "a real dtype", x.dtype)
     check_precision(precision)
-    for i, f in enumerate(listed):
-        if f.ndim != _MATRIX:
+    for i, f in enumerate(listed, start=len(factors) - len(listed)):
+        if isinstance(f, Tensor) and f.ndim != _MATRIX:
             raise value_error(f"factors[{i}]", "a matrix", f"shape {tuple(f.shape)}")
-    shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in listed])
+    shape = result_shape(tuple(x.shape), [(groups, groups), (order, order), *[shape_of(f) for f in listed]])
     if kind == INT4 and shape[-1] % 2:
         raise value_error("factors", 'an even number of columns in all for "int4", which has two in a byte', shape[-1])
     ratio = check_scalar("clip_ratio", clip_ratio, x)
@@ -114,10 +131,25 @@ def kron_quantize(
         raise type_error("clip_ratio", "a number", clip_ratio)
     if not 0 < ratio <= 1:
         raise value_error("clip_ratio", "a number above 0, at most 1", clip_ratio)
-    options = float(ratio) / LARGEST[kind], kind, precision, backend_of_call()
     with torch.no_grad():
-        found = operator(x.detach(), [f.detach() for f in listed], *options)
-    return Quantized(*found)
+        x, listed = x.detach(), [f.detach() if isinstance(f, Tensor) else f for f in listed]
+        if any([is_identity(f) for f in listed]):  # between matrices: a product of its own
+            wide, given_precision = (torch.float32, "high") if x.dtype in HALF_DTYPES else (x.dtype, precision)
+            y = kron_matmul(x.to(wide), [groups, *[f if is_identity(f) else f.to(wide) for f in listed]], precision=given_precision)
+            x, groups, listed, key = y, shape[-1], [], None
+        key = key if len(given) == 1 + len(listed) else None  # a Hadamard matrix beside others is made
+        options = float(ratio) / LARGEST[kind], unit, groups, order, kind, precision, backend_of_call()
+        return Quantized(*operator(x, listed, *options, key=key))
+
+
+def _rotation(x: Tensor, factors: list[Any]) -> tuple[int, int, float, list[Any]]:
+    """(groups of a row, the order of Sylvester's matrix, its scale, the other factors): the first matrices of the product, 1 if none."""
+    groups, rest = 1, list(factors)
+    while rest and is_identity(rest[0]):
+        groups *= rest.pop(0)
+    if rest and all([isinstance(f, Hadamard) and f.is_sylvester for f in rest]):
+        return groups, math.prod([f.order for f in rest]), math.prod([f.scale for f in rest]), []
+    return groups, 1, 1.0, with_matrices(rest, x)
 
 
 # ---- the program: a product, rounded row by row as it is stored, or by a launch of its own ---------
@@ -129,11 +161,14 @@ def values_shape(x: Sequence[int], n: int, kind: str) -> tuple[int, ...]:
 
 
 def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Tensors are x and the factors; options the scale over the largest value, the format, precision and backend."""
-    _, kind, precision, backend = options
+    """Tensors are x and the factors behind an identity and a Hadamard matrix.
+
+    Options are the scale over the largest value, that of the Hadamard matrix, the orders of both, the format, precision and backend.
+    """
+    _, unit, groups, order, kind, precision, backend = options
     build = Builder(tensors)
     x, *factors = build.inputs
-    n = math.prod([f.shape[1] for f in factors])
+    n = groups * order * math.prod([f.shape[1] for f in factors])
     values, scales = describe(values_shape(x.shape, n, kind), STORED[kind]), describe((*x.shape[:-1], 1), torch.float32)
     if x.numel() == 0 or n == 0:
 
@@ -141,44 +176,64 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
             return x.new_zeros(values.shape, dtype=torch.uint8).view(values.dtype), x.new_ones(scales.shape, dtype=torch.float32)
 
         return build.program(build.call(of_nothing, (x,), values, scales))
+    is_wide = x.dtype not in HALF_DTYPES
     if choose_backend(backend, tensors[0]) == "torch":
 
         def by_torch(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
             *factors, step = given
-            wide = torch.float32 if x.dtype in HALF_DTYPES else x.dtype
-            with torch_products(x, precision):
-                problem = canonical(x.reshape(-1, x.shape[-1]).to(wide), [f.to(wide) for f in factors], False)
-                y = problem.unpack(torch_backend.multiply(problem.x, problem.factors))
+            y, *factors = _widened(order, unit, x.reshape(-1, x.shape[-1] // groups), *factors)
+            if factors:
+                with torch_products(x, precision):
+                    problem = canonical(y, factors, False)
+                    y = problem.unpack(torch_backend.multiply(problem.x, problem.factors))
             return rounded(y.view(*x.shape[:-1], n), step, kind)
 
         return build.program(build.call(by_torch, (x, *factors), values, scales, scalars=(Scalar(0),)))
     from fastkron_py.kron.forward import add_multiply, mergeable
 
-    rows = x.numel() // x.shape[-1]
-    problem = canonical(build.reshape(x, (rows, x.shape[-1])), factors, False, build.reshape)
-    problem = problem._replace(x=mergeable(build, problem.x))
-    precision = resolved(precision)
-    launcher = quantizing_launch(problem, precision, kind, build.device)
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
     targets = build.empty((rows, values.shape[-1]), values.dtype), build.empty((rows,), torch.float32)
     shapes = [tuple(values.shape), tuple(scales.shape)]
-    if launcher is not None:
-        build.launch(launcher, (problem.x, tuple(problem.factors), targets[1], targets[0]), (Scalar(0), bits(0.0)))
+    matrix, precision = build.reshape(x, (rows, width)), resolved(precision)
+    rotation = one_rotation(matrix, factors, order, kind, build.device)
+    launcher: Launcher | None
+    if rotation is not None:
+        matrix = matrix if matrix.stride(1) == 1 else build.contiguous(matrix)
+        launcher = rotate.launcher(rotation, matrix, factors)
+        build.launch(launcher, (matrix, tuple(factors) or (matrix,), targets[1], targets[0]), (Scalar(0), bits(unit)))
         return build.program(targets, shapes)
-    operands = (problem.x, *problem.factors)
-    if x.dtype in HALF_DTYPES:  # a row is rounded once, and far below 1 float16 has few bits; for these operands TF32 is exact
-        wide = build.call(_in_float32, operands, *[describe(t.shape, torch.float32) for t in operands])
-        operands, precision = tuple(wide), "high"
-    y = add_multiply(build, operands[0], operands[1:], precision)
+    if factors and order == groups == 1:
+        problem = canonical(matrix, factors, False, build.reshape)
+        problem = problem._replace(x=mergeable(build, problem.x))
+        launcher = quantizing_launch(problem, precision, kind, build.device)
+        if launcher is not None:
+            build.launch(launcher, (problem.x, tuple(problem.factors), targets[1], targets[0]), (Scalar(0), bits(0.0)))
+            return build.program(targets, shapes)
+    y = build.reshape(matrix, (rows * groups, width // groups))
+    if not is_wide or order > 1:  # a row is rounded once, and far below 1 float16 has few bits; for these operands TF32 is exact
+        wide = x.dtype if is_wide else torch.float32
+        sizes = [(f, f) for f in factor_sizes(order)] if order > 1 else []
+        described = [describe(t, wide) for t in (y.shape, *sizes, *[f.shape for f in factors])]
+        made = build.call(lambda *given: _widened(order, unit, *given), (y, *factors), *described)
+        y, *factors = [made] if isinstance(made, Tensor) else made
+        precision = precision if is_wide else "high"
+    if factors:
+        problem = canonical(y, factors, False, build.reshape)
+        y = add_multiply(build, problem.x, problem.factors, precision)
     launcher = rounding_launch(rows, n, kind, build.device) if y.dtype == torch.float32 else None  # float64 has rows beyond float32
     if launcher is not None:
-        build.launch(launcher, (y, targets[1], targets[0]), (Scalar(0),))
+        build.launch(launcher, (build.contiguous(y), targets[1], targets[0]), (Scalar(0),))
         return build.program(targets, shapes)
     y = build.reshape(y, (*x.shape[:-1], n))
     return build.program(build.call(lambda y, step: rounded(y, step, kind), (y,), values, scales, scalars=(Scalar(0),)))
 
 
-def _in_float32(*tensors: Tensor) -> list[Tensor]:
-    return [t.to(torch.float32, memory_format=torch.contiguous_format) for t in tensors]
+def _widened(order: int, unit: float, *tensors: Tensor) -> list[Tensor]:
+    """x, the factors of the Hadamard matrix of this order and scale, and the others: in float32 for half types."""
+    dtype = torch.float32 if tensors[0].dtype in HALF_DTYPES else tensors[0].dtype
+    x, *factors = [t.to(dtype, memory_format=torch.contiguous_format) for t in tensors]
+    made = constants(matrices, (factor_sizes(order), dtype), x.device) if order > 1 else ()
+    return [x, *[t * unit if i == 0 else t for i, t in enumerate(made)], *factors]
 
 
 def rounded(y: Tensor, step: float, kind: str) -> tuple[Tensor, Tensor]:
@@ -204,6 +259,22 @@ def _converts_to(kind: str, device: torch.device) -> bool:
     if kind != "float8_e4m3fn":
         return True
     return not is_interpreting() and (devices.gpu_of(device).capability or (0, 0)) >= _FLOAT8
+
+
+def one_rotation(x: Tensor, factors: Sequence[Tensor], order: int, kind: str, device: torch.device) -> rotate.Rotation | None:
+    """The launch that rotates the groups of rows, and rounds; None where the kernel does not take them.
+
+    Args:
+        x: ``[rows, width]``.
+        factors: of a group, behind the Hadamard matrix.
+        order: of this matrix.
+        kind: of the values.
+        device: of all tensors.
+    """
+    has_cores = is_interpreting() or (devices.gpu_of(device).capability or (0, 0)) >= rotate.CAPABILITY
+    if x.dtype not in HALF_DTYPES or not has_cores or not _converts_to(kind, device):
+        return None
+    return rotate.rotation(x.shape[1], order, [f.shape for f in factors])
 
 
 def quantizing_launch(problem: Canonical, precision: str, kind: str, device: torch.device) -> Launcher | None:
@@ -272,8 +343,10 @@ def rounding_launch(rows: int, n: int, kind: str, device: torch.device) -> Launc
 # ---- the operator ----------------------------------------------------------------------------------
 
 
-def _fake(x: Tensor, factors: Sequence[Tensor], step: float, kind: str, precision: Any, backend: str) -> tuple[Tensor, Tensor]:
-    n = math.prod([f.shape[1] for f in factors])
+def _fake(
+    x: Tensor, factors: Sequence[Tensor], step: float, unit: float, groups: int, order: int, kind: str, *_: Any
+) -> tuple[Tensor, Tensor]:
+    n = groups * order * math.prod([f.shape[1] for f in factors])
     return x.new_empty(values_shape(x.shape, n, kind), dtype=STORED[kind]), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
@@ -284,7 +357,8 @@ def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Seque
 
 
 operator = Operator(
-    "kron_quantize(Tensor x, Tensor[] factors, float step, str kind, str? precision, str backend) -> (Tensor, Tensor)",
+    "kron_quantize(Tensor x, Tensor[] factors, float step, float unit, int groups, int order, str kind, str? precision, str backend)"
+    " -> (Tensor, Tensor)",
     program=program,
     fake=_fake,
     vmap=_vmap,

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import fastkron_py
-from fastkron_py import kron_quantize, reference
+from fastkron_py import Hadamard, kron_matmul, kron_quantize, reference
 from fastkron_py.functional import Quantized
-from fastkron_py.kron import quantize
+from fastkron_py.kron import quantize, rotate
 from fastkron_py.kron.problem import Problem
 from fastkron_py.runtime.call_cache import CACHE
 
@@ -204,6 +204,114 @@ def test_shapes_and_strides(backend_name: str, device: torch.device) -> None:
         assert empty.scales.shape == (*rows, 1)
 
 
+# ---- groups of a row: identities and Hadamard matrices --------------------------------------------
+
+# Matrices by their sizes. In one launch: one group a warp and several, rows that are no whole number of them, more rows than one, wide
+# and narrow matrices; the rest by a product and a launch that rounds.
+GROUPS: dict[str, list[Any]] = {
+    "256": [15, Hadamard(256, 1 / 16)],
+    "128, several rows": [3, Hadamard(128)],
+    "64, one group": [Hadamard(64, 0.125)],
+    "16": [3, Hadamard(16)],
+    "in parts": [5, Hadamard(8), Hadamard(8)],
+    "512": [3, Hadamard(512)],
+    "1024": [2, 1, Hadamard(1024)],
+    "four factors": [5, 4, 4, 4, 4],
+    "two factors": [3, 16, 16],
+    "a wide factor": [2, 32, 4, 4],
+    "a narrow factor": [6, 8],
+}
+MORE_GROUPS: dict[str, list[Any]] = {
+    "odd rows": [3, Hadamard(8)],
+    "of order 12": [2, Hadamard(12)],
+    "an identity behind": [2, 7, -3],
+    "no matrix": [-24],
+}
+
+
+def grouped(name: str, dtype: torch.dtype, device: torch.device, rows: int = 5) -> Any:
+    """(x, factors, the float64 product); the first integer of the lists is an identity, later ones are matrices, -n is I_n."""
+    torch.manual_seed(0)
+    parts = {**GROUPS, **MORE_GROUPS}[name]
+    first = [parts[0]] if isinstance(parts[0], int) and parts[0] > 0 else []
+    factors: list[Any] = [*map(abs, first)]
+    for f in parts[len(first) :]:
+        random = torch.randn(abs(f), abs(f), dtype=torch.float64) if isinstance(f, int) else None
+        is_plain = isinstance(f, Hadamard) or f < 0 or (name == "1024" and f == 1)
+        factors.append((abs(f) if isinstance(f, int) else f) if is_plain else random.to(device, dtype))  # type: ignore[union-attr]
+    like = torch.empty(0, dtype=torch.float64, device=device)
+    dense = [
+        torch.eye(f, dtype=torch.float64, device=device)
+        if isinstance(f, int)
+        else f.matrix(like)
+        if isinstance(f, Hadamard)
+        else f.double()
+        for f in factors
+    ]
+    x = torch.randn(rows, int(torch.tensor([f.shape[0] for f in dense]).prod()), dtype=torch.float64).to(device, dtype)
+    return x, factors, reference.kron_matmul(x.double(), dense)
+
+
+@pytest.mark.parametrize("name", [*GROUPS, *MORE_GROUPS])
+def test_groups(name: str, backend_name: str, device: torch.device) -> None:
+    for dtype in (torch.bfloat16, torch.float32) if name in ("256", *MORE_GROUPS) else (torch.bfloat16,):
+        x, factors, wanted = grouped(name, dtype, device)
+        for kind in FORMATS:
+            assert_nearest(kron_quantize(x, factors, kind), wanted, dtype, kind)
+
+
+def test_groups_of_float16_and_strides(backend_name: str, device: torch.device) -> None:
+    for name in ("256", "four factors", "two factors"):
+        x, factors, wanted = grouped(name, torch.float16, device)
+        for given in (x, x.mT.contiguous().mT, torch.cat([x, x], -1)[..., : x.shape[-1]]):
+            assert_nearest(kron_quantize(given, factors, torch.int8), wanted, torch.float16, torch.int8)
+        assert_nearest(kron_quantize(x, factors, torch.int8, clip_ratio=0.6), wanted, torch.float16, torch.int8, 0.6)
+
+
+def test_groups_take_one_launch(device: torch.device) -> None:
+    """Half types of the first list do, and the second list does not."""
+    for name in GROUPS:
+        x, factors, _ = grouped(name, torch.bfloat16, device)
+        sizes = [f for f in factors if isinstance(f, Hadamard)]
+        order = int(torch.tensor([f.order for f in sizes] or [1]).prod())
+        matrices = [f for f in factors if isinstance(f, torch.Tensor)]
+        assert rotate.rotation(x.shape[1], order, [tuple(f.shape) for f in matrices]) is not None, name
+    assert rotate.rotation(24, 8, []) is None  # rows that do not begin at multiples of 16 elements
+    assert rotate.rotation(65536, 256, []) is None
+    assert rotate.rotation(4096, 2048, []) is None
+    assert rotate.rotation(4096, 1, [(8, 8), (8, 8)]) is None
+    assert rotate.rotation(4096, 1, [(16, 8), (16, 16)]) is None
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_groups_that_are_not_finite(backend_name: str, device: torch.device) -> None:
+    x, factors, wanted = grouped("256", torch.bfloat16, device, 4)
+    x[0, 1], x[2, 3], x[3] = float("nan"), float("inf"), 0.0
+    found = kron_quantize(x, factors, torch.int8)
+    assert found.scales[:, 0].isnan().tolist() == [True, False, True, False]
+    assert found.scales[3, 0] == 1
+    assert not found.values[3].any()
+    assert_nearest(Quantized(found.values[1:2], found.scales[1:2]), wanted[1:2], torch.bfloat16, torch.int8)
+
+
+def test_a_call_with_groups_is_kept(device: torch.device) -> None:
+    """And another order, or an integer of another type, is another call."""
+    x, factors, wanted = grouped("256", torch.bfloat16, device)
+    for given in (factors, [15, Hadamard(16), Hadamard(16, 1 / 16)], [30, Hadamard(128, 1 / 16)], factors):
+        found = kron_quantize(x, given, torch.int8)
+        is_same = given[0] == 15
+        assert torch.equal(found.scales, kron_quantize(x, factors, torch.int8).scales) is is_same
+    assert_nearest(found, wanted, torch.bfloat16, torch.int8)
+    with pytest.raises(TypeError, match=re.escape("factors[0]: expected a matrix, or an integer n")):
+        kron_quantize(x, [True, *factors], torch.int8)
+
+
+def test_hadamard_as_a_factor(backend_name: str, device: torch.device) -> None:
+    x, factors, wanted = grouped("of order 12", torch.float64, device)
+    torch.testing.assert_close(kron_matmul(x, factors), wanted)
+    torch.testing.assert_close(kron_matmul(x.numpy(force=True), factors), wanted.numpy(force=True))
+
+
 def test_half_types_take_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """And others two; the same numbers come from both, but for the rounding of what lies between them."""
     x, factors, wanted = problem(SHAPES["a launch"], torch.bfloat16, device)
@@ -240,6 +348,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "clip_ratio of 0": ({"clip_ratio": 0.0}, ValueError, "clip_ratio: expected a number above 0, at most 1"),
     "clip_ratio of 2": ({"clip_ratio": 2}, ValueError, "clip_ratio: expected a number above 0, at most 1"),
     "clip_ratio as a tensor": ({"clip_ratio": torch.tensor(0.5)}, TypeError, "clip_ratio: expected a number"),
+    "integers": ({"factors": [-1, torch.zeros(12, 5)]}, ValueError, "factors[0]: expected a matrix, or an integer n of 0 or more"),
+    "sizes of groups": ({"factors": [5, Hadamard(2)]}, ValueError, "x: expected dimension -1 of size 10"),
+    "no Hadamard matrix": ({"factors": [Hadamard(6), 2]}, ValueError, "Hadamard: order: expected m * 2^k"),
     "precision": ({"precision": "low"}, ValueError, "precision"),
 }
 

@@ -59,16 +59,16 @@ def _in_pairs(v, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _rounded(y, inverse):
+def rounded_integer(y, inverse):
     """The nearest integer of y / scale, in the low half of an int32."""
     return tl.fma(y, inverse, _ROUNDING).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _two_bytes(even, odd, inverse, FORMAT: tl.constexpr):
+def two_bytes(even, odd, inverse, FORMAT: tl.constexpr):
     """Two values of a byte each in int16, the even column's in the low half."""
     if tl.int8 == FORMAT:
-        return ((_rounded(even, inverse) & 255) | (_rounded(odd, inverse) << 8)).to(tl.int16)
+        return ((rounded_integer(even, inverse) & 255) | (rounded_integer(odd, inverse) << 8)).to(tl.int16)
     else:  # float8_e4m3fn: the instruction takes two values, where Triton would put bytes together afterwards
         return tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f", [odd * inverse, even * inverse], dtype=tl.int16, is_pure=True, pack=1
@@ -105,14 +105,14 @@ def store_values(
     inverse = 1.0 / scale
     if tl.uint8 == FORMAT:
         even, odd = _in_pairs(y, TRANSPOSED)
-        v = ((_rounded(even, inverse) & 15) | ((_rounded(odd, inverse) & 15) << 4)).to(tl.uint8)
+        v = ((rounded_integer(even, inverse) & 15) | ((rounded_integer(odd, inverse) & 15) << 4)).to(tl.uint8)
         _store_tile(v, out_ptr, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
     elif COLUMNS % 2 == 0:
         even, odd = _in_pairs(y, TRANSPOSED)
         pairs = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-        _store_tile(_two_bytes(even, odd, inverse, FORMAT), pairs, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
+        _store_tile(two_bytes(even, odd, inverse, FORMAT), pairs, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
     else:
-        v = (_rounded(y, inverse) if tl.int8 == FORMAT else tl.minimum(tl.maximum(y * inverse, -MOST), MOST)).to(FORMAT)
+        v = (rounded_integer(y, inverse) if tl.int8 == FORMAT else tl.minimum(tl.maximum(y * inverse, -MOST), MOST)).to(FORMAT)
         _store_tile(v.T if TRANSPOSED else v, out_ptr, first_row, first_column, ROWS, COLUMNS, INSIDE)
 
 
