@@ -132,7 +132,8 @@ def kron_quantize(
     if not 0 < ratio <= 1:
         raise value_error("clip_ratio", "a number above 0, at most 1", clip_ratio)
     with torch.no_grad():
-        x, listed = x.detach(), [f.detach() if isinstance(f, Tensor) else f for f in listed]
+        # Others stay the tensors that were given: one that comes twice is found in the cache as such.
+        x, *listed = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in (x, *listed)]
         if any([is_identity(f) for f in listed]):  # between matrices: a product of its own
             wide, given_precision = (torch.float32, "high") if x.dtype in HALF_DTYPES else (x.dtype, precision)
             y = kron_matmul(x.to(wide), [groups, *[f if is_identity(f) else f.to(wide) for f in listed]], precision=given_precision)

@@ -21,7 +21,7 @@ MOST: Final = 32768  # elements of a row, which a program has in its registers
 SIDE: Final = 16  # columns of B, and at least of A
 WIDEST: Final = 64  # columns of A
 _VECTOR: Final = 16  # elements of a row, which begins at a multiple of their bytes
-_SUMS: Final = 64  # of a thread, at most, where 16 warps are enough for that
+_SUMS: Final = 128  # of a thread, at most, where 16 warps are enough for that: fewer warps wait for one another less
 _WARPS: Final = (4, 8, 16)
 
 

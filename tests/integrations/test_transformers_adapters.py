@@ -60,7 +60,7 @@ def results(model: nn.Module, x: Tensor) -> list[Tensor]:
     """The result, and gradients of x and of the adapters."""
     x = x.clone().requires_grad_()
     y = model(x)
-    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
     return [y.detach(), *torch.autograd.grad(y, [x, *[p for p in model.parameters() if p.requires_grad]], dy)]
 
 
@@ -75,12 +75,12 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_lora_is_added_before_the_activation(name: str, backend_name: str, fused_calls: list[None]) -> None:
+def test_lora_is_added_before_the_activation(name: str, backend_name: str, device: torch.device, fused_calls: list[None]) -> None:
     """Adapters from before the change, against PEFT's own in float64."""
     kind, targets, options = CASES[name]
-    model = adapted(kind, targets, peft.LoraConfig, **LORA, **options)
+    model = adapted(kind, targets, peft.LoraConfig, **LORA, **options).to(device)
     plain = copy.deepcopy(model).double()
-    x = torch.randn(2, 5, 12)
+    x = torch.randn(2, 5, 12).to(device)
     for backward in ("save", "recompute"):
         with use_fastkron(model, backward=backward) as applied:
             assert len(applied.replaced) == 1

@@ -309,7 +309,8 @@ def test_a_call_with_groups_is_kept(device: torch.device) -> None:
 def test_hadamard_as_a_factor(backend_name: str, device: torch.device) -> None:
     x, factors, wanted = grouped("of order 12", torch.float64, device)
     torch.testing.assert_close(kron_matmul(x, factors), wanted)
-    torch.testing.assert_close(kron_matmul(x.numpy(force=True), factors), wanted.numpy(force=True))
+    if device.type == "cpu":  # where NumPy's arrays are multiplied
+        torch.testing.assert_close(kron_matmul(x.numpy(), factors), wanted.numpy())
 
 
 def test_half_types_take_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
