@@ -2,15 +2,19 @@
 
 A rank that ran out of memory between two exchanges would leave the others waiting. So each rank's free memory travels with the check of
 the arguments, and all ranks come to the same plan, or the same error, before anything is exchanged.
+
+Exchanges are transfers, which autograd records, or go through peer memory: then columns are sent to rows, multiplied where they lie, and
+fetched, and autograd sees one operation. Its backward pass sends dy as the forward pass sends x, and has dx fetched as the result is.
+Only saved rows, and this rank's own columns of dy and dx, are copied. Derivatives of second order take the exchanges that autograd records.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, Final
+from functools import lru_cache, partial
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -19,11 +23,15 @@ from fastkron_py.distributed.failures import check_plain
 from fastkron_py.distributed.layout import Exchange, Stage, by_rows, chunk_offsets, widths
 from fastkron_py.distributed.plan import Plan, plan
 from fastkron_py.distributed.replicated import tied
+from fastkron_py.distributed.transport.copies import copy
+from fastkron_py.distributed.transport.peer_memory import Chunk, layout_of
 from fastkron_py.distributed.transport.slots import Slots
-from fastkron_py.distributed.transport.transfer import RowGroup, Transfer, Work, finish, start, wave
-from fastkron_py.distributed.whole_rows import WholeRows
+from fastkron_py.distributed.transport.transfer import RowGroup, Transfer, Work, finish, ready_now, start, wave
 from fastkron_py.functional import kron_matmul as local_kron_matmul
+from fastkron_py.kron.into import gradients_into, multiply_into
 from fastkron_py.kron.operators.algebra import matrices
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
+from fastkron_py.runtime.batching import take
 
 PLENTY: Final = -1
 """Stands for free memory that nobody looked at: this rank's block is small beside its device."""
@@ -70,16 +78,19 @@ class Pipeline:
             return self._exchanged(x)
         if isinstance(self.alpha, Tensor):  # as the product on one GPU has it
             return self.alpha * replace(self, alpha=1.0).run(x)
-        product = WholeRows(self.plan, self.row_group, slots, self.alpha, self.precision, self.name, self._exchanged_by)
-        return product.run(x, matrices(self.factors), self._width)
+        factors = matrices(self.factors)
+        if torch.is_grad_enabled() and any([t.requires_grad for t in (x, *factors)]):
+            y: Tensor = _Product.apply(self, x, *factors)  # type: ignore[no-untyped-call]
+            return y
+        y = x.new_empty(len(x), self._width)
+        self.forward(x, factors, y, None)
+        return y
 
     def _most_elements(self, rows: int) -> int:
         """Elements that a chunk's exchange brings a rank at most: a row group may have more rows than its even share."""
         return self.plan.most_elements if rows * self.plan.row_groups <= self.plan.problem.m else self.plan.most_elements_of(rows)
 
-    def _exchanged_by(self, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        """The product by other factors."""
-        return replace(self, factors=factors)._exchanged(x)
+    # ---- by exchanges that autograd records ---------------------------------------------------
 
     def _exchanged(self, x: Tensor) -> Tensor:
         """The product by exchanges that autograd records."""
@@ -161,6 +172,120 @@ class Pipeline:
     def _multiply(self, x: Tensor, factors: Sequence[Tensor | int], alpha: Any) -> Tensor:
         x, alpha, *factors = tied((x, alpha, *factors))
         return tied([local_kron_matmul(x, factors, alpha=alpha, precision=self.precision)])[0]  # type: ignore[no-any-return]
+
+    # ---- by whole rows through peer memory ----------------------------------------------------
+
+    def forward(self, x: Tensor, factors: Sequence[Tensor], out: Tensor, saved: dict[int, Tensor] | None) -> None:
+        """Write the product; `saved` gets whole rows of each chunk, which factors' gradients need."""
+
+        def multiply(chunk: int, blocks: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+            if saved is not None:
+                blocks = [_joined(blocks)]
+                saved[chunk] = blocks[0]
+            multiply_into(blocks, factors, outs, self.alpha, self.precision)
+
+        able = self.row_group.blocks
+        self._through_slots(x, out, InBlocks(able.reads or saved is not None, able.writes), False, multiply)
+
+    def backward(
+        self, dy: Tensor, factors: Sequence[Tensor], dx: Tensor | None, needs: Sequence[bool], saved: dict[int, Tensor]
+    ) -> list[Tensor]:
+        """Write dx, and return this rank's part of the gradients of the factors that need one; of half types in float32.
+
+        Args:
+            dy: this rank's columns of the result's gradient.
+            factors: all of them.
+            dx: this rank's columns of x's gradient; None where it is not needed.
+            needs: which factors' gradients are needed.
+            saved: whole rows of each chunk; none where no factor's gradient is needed.
+        """
+        check_plain(f"{self.name}, backward pass", [dy])
+        found: list[Tensor] = []
+
+        def multiply(chunk: int, blocks: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+            if not any(needs):
+                multiply_into(blocks, [f.mT for f in factors], outs, self.alpha, self.precision)
+                return
+            (part,), place = blocks, outs[0] if outs else None
+            gradients = gradients_into(part, saved[chunk], factors, place, needs, self.alpha, self.precision)
+            if found:
+                torch._foreach_add_(found, gradients)
+            else:
+                found.extend(gradients)
+
+        self._through_slots(dy, dx, IN_WHOLE, True, multiply)
+        return found
+
+    def _through_slots(self, x: Tensor, out: Tensor | None, blocks: InBlocks, back: bool, multiply: Callable[..., None]) -> None:
+        """Send x in chunks, have each multiplied by a function of its number, and have the products returned to out.
+
+        Args:
+            x: this rank's columns, of the result's gradient if back.
+            out: this rank's columns of the product, or of dx; None where none returns.
+            blocks: which sides of the multiply are in blocks.
+            back: it is the backward pass.
+            multiply: of a chunk's number, its blocks and those of its product.
+        """
+        ready, sizes, slots = ready_now(x), self.plan.chunk_rows(len(x)), cast(Slots, self.slots)
+        inner, outer = (self._outer, self._inner) if back else (self._inner, self._outer)
+        under_way: list[Chunk] = []
+
+        def work(i: int, part: Tensor, place: Tensor | None) -> Work:
+            text = (f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "") + (", backward pass" if back else "")
+            there = layout_of(len(part), inner, self.row_group.size, blocks.reads)
+            returning = None if out is None else layout_of(len(part), outer, self.row_group.size, blocks.writes)
+            chunk = Chunk(self.row_group, slots, there, returning, f"{self.name}: {{}}{text}", x.dtype)
+            # The first arrival need not wait for multiplies queued after x was ready.
+            chunk.send(part.contiguous(), ready if part.is_contiguous() else None)
+            yield
+            chunk.multiply(partial(multiply, i), place)
+            under_way.append(chunk)
+
+        places = [None] * len(sizes) if out is None else out.split(sizes)
+        wave([work(*chunk) for chunk in zip(range(len(sizes)), x.split(sizes), places, strict=True)])
+        for chunk in under_way:  # not before: no multiply waits for a returned part
+            chunk.finish()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product: Pipeline, x: Tensor, *factors: Tensor) -> Tensor:
+        y, saved = x.new_empty(len(x), product._width), dict[int, Tensor]()
+        product.forward(x, factors, y, saved if any(ctx.needs_input_grad[2:]) else None)
+        ctx.product, ctx.count, ctx.chunks = product, len(factors), list(saved)
+        ctx.save_for_backward(x, *factors, *saved.values())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        product: Pipeline = ctx.product
+        x, *others = ctx.saved_tensors
+        factors, saved = others[: ctx.count], others[ctx.count :]
+        need_x, *needs = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():
+            return None, *_recorded_gradients(product, dy, x, factors, (need_x, *needs))
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+        found = product.backward(dy.contiguous(), factors, dx, needs, dict(zip(ctx.chunks, saved, strict=True)))
+        wanted = [f for f, need in zip(factors, needs, strict=True) if need]
+        found = found or [torch.zeros_like(f) for f in wanted]  # of a rank without rows
+        return None, dx, *take([t.to(f.dtype) for t, f in zip(found, wanted, strict=True)], needs)
+
+
+def _recorded_gradients(product: Pipeline, dy: Tensor, x: Tensor, factors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients that can be differentiated again, of the same product once more."""
+    wanted = [t for t, need in zip((x, *factors), needs, strict=True) if need]
+    return take(torch.autograd.grad(replace(product, factors=factors)._exchanged(x), wanted, dy, create_graph=True), needs)
+
+
+def _joined(blocks: Sequence[Tensor]) -> Tensor:
+    """Blocks of columns as one tensor of its own memory."""
+    whole = blocks[0].new_empty(len(blocks[0]), sum([b.shape[1] for b in blocks]))
+    for place, block in zip(whole.split([b.shape[1] for b in blocks], 1), blocks, strict=True):
+        copy(place, block)
+    return whole
+
+
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def free_memory(x: Tensor) -> int:

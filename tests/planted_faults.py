@@ -302,7 +302,7 @@ FAULTS = [
         "[p.dtype for p in parts]",
         RANKS,
     ),
-    Fault("distributed/whole_rows.py", "torch._foreach_add_(found, gradients)", "found[:] = gradients", RANKS),
+    Fault("distributed/pipeline.py", "torch._foreach_add_(found, gradients)", "found[:] = gradients", RANKS),
     Fault(
         "distributed/transport/packed.py",
         "return part, local.view(rows, s, g, q).permute(2, 0, 3, 1)",
