@@ -25,7 +25,16 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from fastkron_py.distributed.failures import differing, pack_error, rank_text, stage, unpack_error, when_failing
+from fastkron_py.distributed.failures import (
+    REFUSALS,
+    CollectiveError,
+    differing,
+    pack_error,
+    rank_text,
+    stage,
+    unpack_error,
+    when_failing,
+)
 from fastkron_py.runtime.errors import value_error
 
 if TYPE_CHECKING:
@@ -185,6 +194,17 @@ def refuse(grid: ProcessGrid | Control, error: Exception) -> NoReturn:
     """
     agree(grid, error)
     raise error  # not reached: all ranks have raised
+
+
+@contextmanager
+def refused_by_all(grid: ProcessGrid | Control, kinds: tuple[type[Exception], ...] = REFUSALS) -> Iterator[None]:
+    """Errors of these types, which this rank finds in its own arguments inside, are raised on every rank, as by `refuse`."""
+    try:
+        yield
+    except CollectiveError:  # the others know
+        raise
+    except kinds as error:
+        refuse(grid, error)
 
 
 @lru_cache(maxsize=1024)

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fastkron_py.distributed.agreement import agree, refuse
-from fastkron_py.distributed.failures import REFUSALS
+from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid, grid_of_call
 from fastkron_py.distributed.layout import chunk_offsets, way, widths
 from fastkron_py.distributed.pipeline import Pipeline, fitting, free_memory
@@ -24,7 +23,7 @@ from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
 from fastkron_py.distributed.plan import plan as make_plan
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, tied
 from fastkron_py.distributed.transport.slots import open_slots
-from fastkron_py.distributed.transport.transfer import RowGroup, transport_of
+from fastkron_py.distributed.transport.transfer import RowGroup
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
 from fastkron_py.kron.checks import check_factor_shapes, check_tensors, factors_and_identities, is_identity, shape_of
@@ -152,11 +151,9 @@ def multiply(given: Call, grid: Any) -> Tensor:
 
 def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
     x, left = given.x, given.left
-    try:
+    with refused_by_all(where):
         call = checked(given, where)
         able = _in_blocks(call)
-    except REFUSALS as error:
-        refuse(where, error)
     # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
     # So does whether its launches read and write blocks: peers find parts accordingly.
     found = agree(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
@@ -223,7 +220,7 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
         group = grid.col_group if call.left else grid.row_group
         size, groups = chosen.most_elements * x.element_size(), row_groups(grid, call.left)
         slots = open_slots(grid, group, groups, size) if chosen.is_taken_over and not x.is_complex() else None
-        row_group = RowGroup(group, call.parts, grid.row if call.left else grid.col, transport_of(chosen.transport), blocks)
+        row_group = RowGroup(group, call.parts, grid.row if call.left else grid.col, chosen.transport_model, blocks)
         pipeline = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots)
         if call.recompute and torch.is_grad_enabled():
             # Without early stop, which would leave exchanges half done.

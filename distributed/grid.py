@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fastkron_py.distributed.agreement import Control, agree, group_timeout, refuse
-from fastkron_py.distributed.failures import REFUSALS, rank_text, stage
+from fastkron_py.distributed.agreement import Control, agree, group_timeout, refuse, refused_by_all
+from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.layout import chunk_offsets, widths
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -82,16 +82,13 @@ class ProcessGrid:
         self._control = _control(tuple(sorted(self._ranks)))
         self._layout = ""  # while ranks agree on one
         self._rank = self._ranks.index(dist.get_rank())
-        description: dict[str, Any] | Exception
-        try:
+        with refused_by_all(self):
             self._shape = _grid_shape(shape, ranks, self._ranks)
             self._device = _grid_device(device, shape)
             if private and mesh is not None:
                 raise value_error("private", "False with a mesh, whose groups are used", private)
-            description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type, "private": bool(private)}
-            description["version of fastkron_py"] = sys.modules["fastkron_py"].__version__  # not imported: the package imports this
-        except REFUSALS as error:
-            description = error
+        description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type, "private": bool(private)}
+        description["version of fastkron_py"] = sys.modules["fastkron_py"].__version__  # not imported: the package imports this
         agree(self, description)
         self._control.grids = number = self._control.grids + 1
         self._is_private = private
@@ -237,13 +234,11 @@ class ProcessGrid:
 
     def _agree_on_matrix(self, call: str, name: str, matrix: Any, same_shape: bool) -> list[tuple[int, ...]]:
         """Every rank's sizes of a matrix, once all have one of the same dtype."""
-        try:
+        with refused_by_all(self):
             if not isinstance(matrix, Tensor):
                 raise type_error(name, "a torch tensor", type_name(matrix))
             if matrix.ndim != 2 or matrix.device != self._device:
                 raise value_error(name, f"a matrix on the grid's device {self._device}", f"{tuple(matrix.shape)} on {matrix.device}")
-        except REFUSALS as error:
-            refuse(self, error)
         description = {"call": f"ProcessGrid.{call}", f"dtype of {name}": str(matrix.dtype)}
         return agree(self, description | ({f"shape of {name}": list(matrix.shape)} if same_shape else {}), local=tuple(matrix.shape))
 

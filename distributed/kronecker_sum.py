@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.agreement import refuse
+from fastkron_py.distributed.agreement import refuse, refused_by_all
 from fastkron_py.distributed.api import Call, multiply, shape_texts
-from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.grid import ProcessGrid, grid_for
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
 from fastkron_py.distributed.product import KroneckerProduct
-from fastkron_py.distributed.replicated import Reduction, replicate
+from fastkron_py.distributed.replicated import Reduction
 from fastkron_py.distributed.solvers import GridShare, GridSystem, as_given, right_hand_block
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
-from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, kron_range
+from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built
 from fastkron_py.kron.operators.kronecker_sum import sum_slogdet
 from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import combined
@@ -151,19 +150,13 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             TypeError: float16 or bfloat16 factors.
             ValueError: a factor or a mass is not symmetric, or a mass not positive definite. Every rank raises each of these.
         """
-        grid, count = self._grid, len(self.factors)
 
-        def pairs(s: LocalKroneckerSum) -> list[Tensor]:
-            matrices = built([*s.factors, *(s.masses or ())])
-            values, vectors = s._eigenpairs(matrices[:count], matrices[count:])
-            return [*values, *vectors]
+        def pairs(s: LocalKroneckerSum) -> tuple[list[Any], list[Any]]:
+            arrays = built([*s.factors, *(s.masses or ())])
+            return s._eigenpairs(arrays[: len(s.factors)], arrays[len(s.factors) :])
 
-        found = self._first("eigh", pairs)
-        values, vectors = found[:count], found[count:]
-        if torch.is_grad_enabled() and any([v.requires_grad for v in values]):
-            values = replicate(values, grid.group, grid.device, self._reduction)
-        rows = kron_range(values, *GridShare(grid, of_rows=True).bounds(self.shape[0]), torch.add)
-        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), grid, self._reduction))
+        rows, vectors = self._rows_and_vectors(pairs, torch.add)
+        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), self._grid, self._reduction))
 
     # ---- solves and determinants ------------------------------------------------------------------
 
@@ -186,10 +179,8 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             torch.linalg.LinAlgError: S is singular but for rounding. Every rank raises each of these.
         """
         grid = grid_for(b, self._grid)
-        try:
+        with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
-        except REFUSALS as error:
-            refuse(grid, error)
         factors, masses = self._built()
         basis = self._basis("solve", grid, block)
         share = GridShare(grid, of_rows=True)

@@ -138,8 +138,8 @@ def positive_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     return tuple(int(s) for s in sizes)
 
 
-class TransportModel:
-    """A transport as far as plans know it.
+class Transport:
+    """One way for blocks to go from rank to rank. A new one is a file with a subclass, and a line in `fastkron_py.distributed.transport`.
 
     Attributes:
         name: in plans, and for ``plan(transport=...)``.
@@ -153,10 +153,22 @@ class TransportModel:
     multiplies: bool = False
     slots: int = 0
 
+    def send(self, transfer: Any, local: Any) -> Any:
+        """Begin to send this rank's block, flat and contiguous.
+
+        Returns:
+            The parts under way to this rank. Their method ``receive(transfer, out)`` waits for them and puts them in place: in out or,
+            without it, where they are.
+
+        Raises:
+            CollectiveError: the exchange cannot begin; names the stage. `receive`: it failed.
+        """
+        raise NotImplementedError
+
 
 FALLBACK: Final = "packed"
 DIRECT: Final = "peer memory"
-TRANSPORTS: Final[dict[str, TransportModel]] = {}
+TRANSPORTS: Final[dict[str, Transport]] = {}
 """Transports by name. `fastkron_py.distributed.transport` fills it."""
 
 
@@ -198,8 +210,8 @@ class Plan:
     transport: str = FALLBACK
 
     @property
-    def transport_model(self) -> TransportModel:
-        """The transport, as far as plans know it."""
+    def transport_model(self) -> Transport:
+        """The transport itself."""
         return TRANSPORTS[self.transport]
 
     @property

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.agreement import agree, refuse
+from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.api import Call, kron_matmul_left, multiply
-from fastkron_py.distributed.failures import REFUSALS, CollectiveError
 from fastkron_py.distributed.grid import ProcessGrid, grid_for
 from fastkron_py.distributed.operator import GridOperator, checked_arrays, on_one_rank
 from fastkron_py.distributed.replicated import Reduction, replicate
@@ -19,7 +18,7 @@ from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, as
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
-from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, kron_range, matrices, per_factor
+from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, matrices, per_factor
 from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, combined
@@ -113,19 +112,13 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             TypeError: float16 or bfloat16 factors.
             ValueError: a factor is not square. Every rank raises each of these.
         """
-        grid = self._grid
 
-        def pairs(k: LocalKroneckerProduct) -> list[Tensor]:
-            found = [part for part in per_factor(k.factors, "eigh", torch.linalg.eigh) if not is_identity(part)]
-            return [*[values for values, _ in found], *[vectors for _, vectors in found]]
+        def pairs(k: LocalKroneckerProduct) -> tuple[list[Any], list[Any]]:
+            found = [(part, part) if is_identity(part) else part for part in per_factor(k.factors, "eigh", torch.linalg.eigh)]
+            return [values for values, _ in found], [vectors for _, vectors in found]
 
-        found = self._first("eigh", pairs)
-        values, vectors = found[: len(found) // 2], found[len(found) // 2 :]
-        share = GridShare(grid, of_rows=True)
-        if torch.is_grad_enabled() and values[0].requires_grad:
-            values = replicate(values, grid.group, grid.device, self._reduction)
-        rows = kron_range(filled(self.factors, values), *share.bounds(self.shape[0]))
-        return Eigh(rows, self._like(LocalKroneckerProduct(filled(self.factors, vectors))))
+        rows, vectors = self._rows_and_vectors(pairs, torch.mul)
+        return Eigh(rows, self._like(LocalKroneckerProduct(vectors)))
 
     # ---- sums with a diagonal -------------------------------------------------------------------
 
@@ -146,13 +139,11 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             >>> rows, columns = grid.block((64, 4))
             >>> x = A.solve(torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device))
         """
-        try:
+        with refused_by_all(self._grid):
             if (isinstance(s, Sequence) and not isinstance(s, str)) or getattr(s, "ndim", 0) != 0:
                 given = type_name(s) if isinstance(s, Sequence) else f"shape {tuple(s.shape)}"
                 raise value_error("s", f"one number over a grid ({on_one_rank('add_diagonal')})", given)
             made = self._local.add_diagonal(s)
-        except REFUSALS as error:
-            refuse(self._grid, error)
         return KroneckerPlusDiagonal._of(made, self._grid, self._reduction)
 
     # ---- solving --------------------------------------------------------------------------------
@@ -267,7 +258,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual.
         """
         grid = grid_for(b, self._grid)
-        try:
+        with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
             check_linalg_dtype(self.factors, "solve")
             stop = stopping(tolerance, max_iterations, progress, self.dtype)
@@ -276,8 +267,6 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             if mask is not None:
                 _check_mask(mask, grid, self.shape[0])
                 check_hermitian(matrices(self.factors), "conjugate gradients")
-        except REFUSALS as error:
-            refuse(grid, error)
         if mask is not None:
             return as_given(self._iterated(grid, block, mask, stop, preconditioner), b)
         shifted, system = self._system()
@@ -368,15 +357,11 @@ def _guarded(function: Callable[[Tensor], Tensor], grid: ProcessGrid) -> Callabl
     """A preconditioner of the caller's, whose errors on one rank all ranks raise."""
 
     def guarded(r: Tensor) -> Tensor:
-        try:
+        with refused_by_all(grid, (Exception,)):
             z: Any = function(r)
             if not isinstance(z, Tensor) or (z.shape, z.dtype, z.device) != (r.shape, r.dtype, r.device):
                 shown = f"{z.dtype} of shape {tuple(z.shape)} on {z.device}" if isinstance(z, Tensor) else type_name(z)
                 raise value_error("preconditioner", f"a function to {r.dtype} of shape {tuple(r.shape)} on {r.device}, as its block", shown)
-        except CollectiveError:
-            raise
-        except Exception as error:
-            refuse(grid, error)
         agree(grid, {"call": "preconditioner"})
         return z
 
