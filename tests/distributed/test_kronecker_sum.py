@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from products import block, counted_bytes, derive, grid_for, placed, random
-from rank_pool import RankPool, assert_refused
+from rank_pool import RankPool
 from sampling import in_full
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -263,87 +263,3 @@ def held():
 def test_no_rank_makes_all_eigenvalues(ranks: RankPool) -> None:
     for most, n in ranks.run(held):
         assert n / ranks.world_size <= most <= 1.2 * n / ranks.world_size
-
-
-# ---- refusals -------------------------------------------------------------------------------------
-
-
-def refused(which, alone):
-    """One rank, or all, with a wrong argument."""
-    grid = ProcessGrid((dist.get_world_size(), 1))
-    wrong = not alone or dist.get_rank() == 1
-    factors = placed(factors_of("symmetric")[0], grid)
-    b = block(torch.ones(N, 2, dtype=torch.float64), grid)
-    given, masses = {
-        "not square": ([factors[0][:-1], *factors[1:]], None),
-        "batch": ([factors[0][None], *factors[1:]], None),
-        "zero": ([0, *factors[1:]], None),
-        "identities": ([4, 5, 3], None),
-        "number of masses": (factors, factors[:2]),
-        "size of a mass": (factors, [factors[1], *factors[1:]]),
-        "zero mass": (factors, [0, *factors[1:]]),
-        "indefinite mass": (factors, [-factors[0], *factors[1:]]),
-        "no tensor": ([1.0, *factors[1:]], None),
-        "singular": ([torch.zeros_like(f) for f in factors], None),
-        "half": ([f.half() for f in factors], None),
-        "expm with masses": (factors, factors),
-    }.get(which, (factors, None))
-    good = None if masses is None else factors
-    S = KroneckerSum(given if wrong else factors, masses=masses if wrong else good, grid=grid)
-    if which == "x":
-        S @ (b[1:] if wrong else b)
-    elif which == "operator":
-        S @ (S if wrong else b)
-    elif which in ("t", "expm with masses"):
-        S.expm_multiply(b, "1" if wrong and which == "t" else 1.0)
-    elif which == "gradients":
-        S.solve(b.requires_grad_(dist.get_rank() == 1))
-    elif which == "determinant":
-        KroneckerSum([f.half() if wrong else f for f in factors], grid=grid).logdet()
-    elif which == "half":
-        S.slogdet()
-    else:
-        b = b[1:] if wrong and which == "rows" else b
-        S.solve(b.float() if wrong and which == "dtype" else b)
-
-
-REFUSALS = {
-    "not square": ("ValueError", "factors[0]: expected a square matrix for a Kronecker sum; got shape (3, 4)"),
-    "batch": ("ValueError", "factors: expected matrices without batch dimensions; got shape (1, 60, 60)"),
-    "zero": ("ValueError", "factors[0]: expected a matrix with rows and columns, or a positive integer n for the identity I_n; got 0"),
-    "identities": ("ValueError", "factors: expected at least one matrix, whose dtype and device the operator has; got identities"),
-    "number of masses": ("ValueError", "masses: expected 3 matrices, one for each factor; got 2"),
-    "size of a mass": ("ValueError", "masses[0]: expected a matrix [4, 4], as factors[0]; got shape (5, 5)"),
-    "zero mass": ("ValueError", "masses[0]: expected a matrix with rows and columns, or a positive integer n for the identity I_n; got 0"),
-    "no tensor": ("TypeError", "factors[0]: expected a torch tensor; got float"),
-    "rows": ("ValueError", "b: expected a matrix with "),
-    "x": ("ValueError", "x: expected "),
-    "operator": ("TypeError", "x: expected a block or a DTensor: a Kronecker sum times an operator is neither a sum nor a product; got"),
-    "dtype": ("TypeError", "b: expected the factors' dtype torch.float64; got torch.float32"),
-    "t": ("TypeError", "t: expected a number or a 0-dimensional floating-point tensor; got str"),
-}
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_every_rank_refuses(ranks: RankPool, alone: bool) -> None:
-    for which, (kind, message) in REFUSALS.items():
-        assert_refused(ranks.outcomes(refused, which, alone), kind, message, alone)
-
-
-def test_sums_that_cannot_be_solved(ranks: RankPool) -> None:
-    """The first rank decomposes: what it finds, every rank raises."""
-    dtypes = "float32, float64, complex64, complex128"
-    for which, kind, message in (
-        ("singular", "_LinAlgError", "factors: expected an invertible matrix for solve; got eigenvalues of 0 to 0 in absolute value"),
-        ("half", "TypeError", f"factors: expected a dtype among {dtypes} for eigenvectors; got torch.float16"),
-        ("expm with masses", "ValueError", "masses: expected none for expm: give factors Mi^-1 Ai, the generator of M u' = S u"),
-        ("indefinite mass", "ValueError", "masses[0]: expected a positive definite matrix; got one that has no Cholesky decomposition"),
-    ):
-        assert_refused(ranks.outcomes(refused, which, False), kind, message)
-
-
-def test_ranks_that_differ(ranks: RankPool) -> None:
-    gradients = "arguments that need gradients: expected the same on every rank; got "
-    assert_refused(ranks.outcomes(refused, "gradients", True), "ValueError", gradients)
-    for outcome in ranks.outcomes(refused, "determinant", True):
-        assert outcome.message.startswith("dtype of factors: expected the same on every rank; got ")

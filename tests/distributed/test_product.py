@@ -7,12 +7,11 @@ from functools import reduce
 
 import pytest
 import torch
-import torch.distributed as dist
 from products import block, dense, derive, grid_for, matrices, placed, random, with_identities
-from rank_pool import RankPool, assert_refused
+from rank_pool import RankPool
 from torch.distributed.tensor import DTensor, Shard
 
-from fastkron_py.distributed import KroneckerProduct, ProcessGrid
+from fastkron_py.distributed import KroneckerProduct
 from fastkron_py.distributed.replicated import total
 from fastkron_py.kron.operators.algebra import kron_range
 
@@ -175,59 +174,3 @@ def gradients(shape, second, reduction, with_identity):
 @pytest.mark.parametrize(("second", "reduction", "with_identity"), [(False, "sum", True), (True, "sum", False), (True, "mean", False)])
 def test_gradients(ranks: RankPool, grid_shape: tuple[int, int], second: bool, reduction: str, with_identity: bool) -> None:
     assert set(ranks.run(gradients, grid_shape, second, reduction, with_identity)) <= {True, None}
-
-
-def refused(which, alone):
-    """One rank, or all, with a wrong argument."""
-    grid = ProcessGrid((dist.get_world_size(), 1))
-    wrong = not alone or dist.get_rank() == 1
-    factors = placed(spd_factors(), grid)
-    K = KroneckerProduct(factors, grid=grid)
-    b = block(torch.ones(N, 1, dtype=torch.float64), grid)
-    if which == "no tensor":
-        KroneckerProduct([1.0, *factors] if wrong else factors, grid=grid)
-    if which == "batch":
-        KroneckerProduct([factors[0][None]] if wrong else factors, grid=grid)
-    if which == "device":
-        KroneckerProduct([torch.ones(2, 2, device="meta")] if wrong else factors, grid=grid)
-    if which == "rows":
-        K.add_diagonal(0.1).solve(b[1:] if wrong else b)
-    if which == "dtype":
-        K.add_diagonal(0.1).solve(b.float() if wrong else b)
-    if which == "shift":
-        K.add_diagonal("0.1" if wrong else 0.1).solve(b)
-    if which == "vector":
-        K.add_diagonal(b[:, 0] if wrong else 0.1).solve(b)
-    A, mask = K.add_diagonal(0.1), torch.ones(len(b), dtype=torch.bool, device=grid.device)
-    if which == "mask":
-        A.solve(b, mask=mask.int() if wrong else mask)
-    if which == "tolerance":
-        A.solve(b, mask=mask, tolerance=-1.0 if wrong else 1e-6)
-    if which == "max_iterations":
-        A.solve(b, mask=mask, max_iterations=1.5 if wrong else 10)
-    if which == "preconditioner":
-        A.solve(b, mask=mask, preconditioner="eigh" if wrong else True)
-    if which == "mixed dtypes":
-        KroneckerProduct([factors[0].float(), *factors[1:]] if wrong else factors, grid=grid)
-
-
-REFUSALS = {
-    "no tensor": ("TypeError", "factors[0]: expected a torch tensor; got float"),
-    "batch": ("ValueError", "factors: expected matrices without batch dimensions; got shape (1, 3, 3)"),
-    "mixed dtypes": ("TypeError", "factors[1]: expected factors[0]'s dtype torch.float32; got torch.float64"),
-    "device": ("ValueError", "factors: expected tensors on the grid's device c"),
-    "rows": ("ValueError", "b: expected a matrix with "),
-    "dtype": ("TypeError", "b: expected the factors' dtype torch.float64; got torch.float32"),
-    "shift": ("TypeError", "s: expected a number or a 0-dimensional floating-point tensor; got str"),
-    "vector": ("ValueError", "s: expected one number over a grid (operator.local.add_diagonal works on whole matrices"),
-    "mask": ("TypeError", "mask: expected a tensor of bool; got torch.int32"),
-    "tolerance": ("ValueError", "tolerance: expected a finite number, 0 or more; got -1.0"),
-    "max_iterations": ("TypeError", "max_iterations: expected an integer; got float"),
-    "preconditioner": ("TypeError", "preconditioner: expected True, False or a function; got str"),
-}
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_every_rank_refuses(ranks: RankPool, alone: bool) -> None:
-    for which, (kind, message) in REFUSALS.items():
-        assert_refused(ranks.outcomes(refused, which, alone), kind, message, alone)

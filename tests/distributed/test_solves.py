@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from products import block, dense, placed, random
-from rank_pool import RankPool, assert_refused
+from rank_pool import RankPool
 
 from fastkron_py.distributed import KroneckerProduct, ProcessGrid
 
@@ -156,38 +156,3 @@ def missing():
 
 def test_missing_numbers(ranks: RankPool) -> None:
     ranks.run(missing)
-
-
-def refused(what):
-    """Conjugate gradients that cannot go on; only one rank has the wrong number."""
-    grid = ProcessGrid((dist.get_world_size(), 1))
-    K = KroneckerProduct(placed(symmetric(sign=-1.0 if "definite" in what else 1.0), grid), grid=grid)
-    b = block(random(N, 2, seed=1), grid)
-    last = dist.get_rank() == grid.world_size - 1
-    if what in ("nan", "inf") and last:
-        b[-1, 1] = float(what)
-    if what == "all nan":
-        b[:] = math.nan
-    options = {
-        "negative definite": {},
-        "negative definite, no preconditioner": {"preconditioner": False},
-        "negative preconditioner": {"preconditioner": lambda r: -r},
-        "nan of a preconditioner": {"preconditioner": lambda r: r * math.nan if last else r},
-    }
-    K.add_diagonal(0.0).solve(b, mask=torch.ones(len(b), dtype=torch.bool, device=grid.device), **options.get(what, {}))
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("negative definite", "factors, s: expected a positive definite K + diag(s) and preconditioner"),
-        ("negative preconditioner", "factors, s: expected a positive definite K + diag(s) and preconditioner"),
-        ("negative definite, no preconditioner", "factors, s: expected a positive definite K + diag(s) and preconditioner"),
-        ("nan of a preconditioner", "factors, s: expected a positive definite K + diag(s) and preconditioner"),
-        ("nan", "b: expected finite numbers; got NaN or an infinity"),
-        ("inf", "b: expected finite numbers; got NaN or an infinity"),
-        ("all nan", "b: expected finite numbers; got NaN or an infinity"),
-    ],
-)
-def test_conjugate_gradients_refuse(ranks: RankPool, what: str, message: str) -> None:
-    assert_refused(ranks.outcomes(refused, what), "ValueError", message)
