@@ -419,11 +419,11 @@ _of_meshes: dict[DeviceMesh, ProcessGrid] = {}
 
 
 def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
-    """The grid that a call is made over: the one it is given, or that of a DTensor's mesh.
+    """The grid that a call is made over: the one that it is given, or that of a DTensor's mesh, which has to be of the same ranks.
 
     Raises:
         TypeError: grid is no ProcessGrid.
-        ValueError: there is none; or it is not the DTensor's, which every rank raises.
+        ValueError: there is none; or the mesh is of others, which every rank raises.
     """
     if grid is not None and not isinstance(grid, ProcessGrid):
         raise type_error("grid", "a ProcessGrid", type_name(grid))
@@ -432,25 +432,11 @@ def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
             raise value_error("grid", "a ProcessGrid, unless x is a DTensor", None)
         return grid
     mesh = x.device_mesh
-    if grid is None:
-        return grid_of(mesh)
-    if grid.mesh != mesh:
-        refuse(grid, value_error("grid", f"None, or the grid of x's mesh {mesh}", grid))
-    return grid
-
-
-def grid_for(operand: Any, grid: ProcessGrid) -> ProcessGrid:
-    """The grid for an operator's operand: its own for a block; a DTensor on another mesh brings one, which has to be of the same ranks.
-
-    Raises:
-        ValueError: it is of others. Raised on every rank.
-    """
-    mesh = grid.mesh
-    if not isinstance(operand, DTensor) or operand.device_mesh == mesh:
-        return grid
-    if not torch.equal(operand.device_mesh.mesh, mesh.mesh):
-        refuse(grid, value_error("x", f"a DTensor on a mesh of ranks {mesh.mesh.tolist()}", operand.device_mesh.mesh.tolist()))
-    return grid_of(operand.device_mesh)
+    if grid is None or mesh == grid.mesh:
+        return grid or grid_of(mesh)
+    if not torch.equal(mesh.mesh, grid.mesh.mesh):
+        refuse(grid, value_error("x", f"a DTensor on a mesh of ranks {grid.mesh.mesh.tolist()}", mesh.mesh.tolist()))
+    return grid_of(mesh)
 
 
 def grid_of(mesh: DeviceMesh) -> ProcessGrid:

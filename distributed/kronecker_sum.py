@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastkron_py.distributed.agreement import refuse, refused_by_all
 from fastkron_py.distributed.api import Call, multiply, shape_texts
-from fastkron_py.distributed.grid import ProcessGrid, grid_for
+from fastkron_py.distributed.grid import ProcessGrid, grid_of_call
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
 from fastkron_py.distributed.product import KroneckerProduct
 from fastkron_py.distributed.replicated import Reduction
@@ -97,7 +97,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         if isinstance(x, GridOperator):
             expected = "a block or a DTensor: a Kronecker sum times an operator is neither a sum nor a product"
             refuse(self._grid, type_error("x", expected, type_name(x)))
-        return _sum_matmul(self.factors, self.masses or (), x, left, grid_for(x, self._grid), self._reduction)
+        return _sum_matmul(self.factors, self.masses or (), x, left, self._grid, self._reduction)
 
     def add_diagonal(self, s: Any) -> KroneckerSum:
         """``S + s * I``, or with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as `fastkron_py.KroneckerSum.add_diagonal`.
@@ -178,7 +178,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             ValueError: b does not fit, or a symmetric mass is not positive definite.
             torch.linalg.LinAlgError: S is singular but for rounding. Every rank raises each of these.
         """
-        grid = grid_for(b, self._grid)
+        grid = grid_of_call(b, self._grid)
         with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
         factors, masses = self._built()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.api import Call, kron_matmul_left, multiply
-from fastkron_py.distributed.grid import ProcessGrid, grid_for
+from fastkron_py.distributed.grid import ProcessGrid, grid_of_call
 from fastkron_py.distributed.operator import GridOperator, checked_arrays, on_one_rank
 from fastkron_py.distributed.replicated import Reduction, replicate
 from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, as_given, right_hand_block, rows_of
@@ -86,7 +86,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         if isinstance(x, KroneckerProduct):
             return self._like(self._local @ x._local if left else x._local @ self._local)
         call = Call(x, self.factors, reduction=self._reduction, left=left)
-        return multiply(call, grid_for(x, self._grid))
+        return multiply(call, self._grid)
 
     # ---- numbers, the same on every rank --------------------------------------------------------
 
@@ -216,7 +216,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
 
     def _multiply(self, x: Any, left: bool) -> Any:
         call = Call(x, self.factors, beta=self._shift, z=x, reduction=self._reduction, left=left)
-        return multiply(call, grid_for(x, self._grid))
+        return multiply(call, self._grid)
 
     def solve(
         self,
@@ -257,7 +257,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         Warns:
             RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual.
         """
-        grid = grid_for(b, self._grid)
+        grid = grid_of_call(b, self._grid)
         with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
             check_linalg_dtype(self.factors, "solve")
