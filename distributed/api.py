@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastkron_py.distributed.agreement import agree, refused_by_all
-from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid, grid_of_call
+from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid, as_operand, grid_of_call
 from fastkron_py.distributed.layout import chunk_offsets, way, widths
 from fastkron_py.distributed.pipeline import Pipeline, fitting, free_memory
 from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
@@ -166,11 +166,8 @@ def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
         chosen = call.plan or fitting(_planned(call.problem(m), where.shape, where.device.type), [sizes[2] for sizes in found])
         common = [found[rank][3] for rank in row_groups(where, left)[where.col if left else where.row]]
         y = _multiply(call, factors, chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
-    if not isinstance(x, DTensor):
-        return y
     ps, qs = call.sizes
-    size = (math.prod(ps), x.shape[1]) if left else (x.shape[0], math.prod(qs))
-    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=torch.Size(size), stride=(size[1], 1))
+    return as_operand(y, x, (math.prod(ps), x.shape[1]) if left else (x.shape[0], math.prod(qs)))
 
 
 def _in_blocks(call: Call) -> InBlocks:

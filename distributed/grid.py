@@ -415,6 +415,14 @@ def _grid_device(device: Any, shape: Any) -> torch.device:
     return torch.device("cpu") if place.type == "cpu" else place  # tensors are on cpu, not cpu:0
 
 
+def as_operand(block: Tensor, operand: Any, shape: Sequence[int]) -> Tensor:
+    """This rank's block of a matrix of this shape as an operand is: a block, or a DTensor placed in the same way."""
+    if not isinstance(operand, DTensor):
+        return block
+    where = operand.device_mesh, operand.placements
+    return DTensor.from_local(block, *where, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+
+
 _of_meshes: dict[DeviceMesh, ProcessGrid] = {}
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fastkron_py.distributed.agreement import refuse, refused_by_all
 from fastkron_py.distributed.api import Call, multiply, shape_texts
-from fastkron_py.distributed.grid import ProcessGrid, grid_of_call
+from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
 from fastkron_py.distributed.product import KroneckerProduct
 from fastkron_py.distributed.replicated import Reduction
-from fastkron_py.distributed.solvers import GridShare, GridSystem, as_given, right_hand_block
+from fastkron_py.distributed.solvers import GridShare, GridSystem, right_hand_block
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
 from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built
@@ -186,7 +186,8 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         share = GridShare(grid, of_rows=True)
         system = _System(len(factors), grid, self._reduction)
         diagonal = combined(basis.values, True, None, share)
-        return as_given(solve_by_basis(system, block, [*factors, *masses], basis, diagonal, "factors", share), b)
+        x = solve_by_basis(system, block, [*factors, *masses], basis, diagonal, "factors", share)
+        return as_operand(x, b, b.shape)
 
     def slogdet(self) -> SlogDet:
         """Sign of the determinant and log of its absolute value, from a part of the eigenvalues on each rank.

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.api import Call, kron_matmul_left, multiply
-from fastkron_py.distributed.grid import ProcessGrid, grid_of_call
+from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call
 from fastkron_py.distributed.operator import GridOperator, checked_arrays, on_one_rank
 from fastkron_py.distributed.replicated import Reduction, replicate
-from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, as_given, right_hand_block, rows_of
+from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, right_hand_block, rows_of
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
@@ -268,11 +268,12 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
                 _check_mask(mask, grid, self.shape[0])
                 check_hermitian(matrices(self.factors), "conjugate gradients")
         if mask is not None:
-            return as_given(self._iterated(grid, block, mask, stop, preconditioner), b)
+            return as_operand(self._iterated(grid, block, mask, stop, preconditioner), b, b.shape)
         shifted, system = self._system()
         basis = self._basis("solve", grid, block)
         share = GridShare(grid, of_rows=True)
-        return as_given(solve_by_basis(system, block, shifted.parameters, basis, self._values(shifted, basis, share), "s", share), b)
+        x = solve_by_basis(system, block, shifted.parameters, basis, self._values(shifted, basis, share), "s", share)
+        return as_operand(x, b, b.shape)
 
     def _iterated(self, grid: ProcessGrid, b: Tensor, mask: Tensor, stop: Stopping, preconditioner: Any) -> Tensor:
         """By conjugate gradients."""
