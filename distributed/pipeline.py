@@ -10,9 +10,8 @@ Only saved rows, and this rank's own columns of dy and dx, are copied. Derivativ
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Final, cast
 
@@ -33,12 +32,14 @@ from fastkron_py.kron.operators.algebra import matrices
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 from fastkron_py.runtime.batching import take
 
+Steps = Generator[None, None, tuple[Transfer, Tensor]]
+
 PLENTY: Final = -1
 """Stands for free memory that nobody looked at: this rank's block is small beside its device."""
 _SMALL: Final = 64
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pipeline:
     """A product, ready to run on this rank's rows.
 
@@ -59,12 +60,6 @@ class Pipeline:
     precision: str | None
     name: str
     slots: Slots | None = None
-    _last: list[tuple[Transfer, Tensor]] = field(default_factory=list)
-    _inner: int = field(init=False)  # columns of x
-    _outer: int = field(init=False)  # and of the result
-
-    def __post_init__(self) -> None:
-        self._inner, self._outer = math.prod(self.plan.problem.inner), math.prod(self.plan.problem.outer)
 
     def run(self, x: Tensor) -> Tensor:
         """Multiply this rank's block ``x [m, columns]``; the result is its block ``[m, columns of the result]``.
@@ -99,25 +94,35 @@ class Pipeline:
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
         out = None if len(sizes) == 1 else x.new_empty(m * width)
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
-        self._last = []
-        work = self._by_rows if self.plan.by_rows else self._by_stages
+        last: list[tuple[Transfer, Tensor]] = []
+        steps = self._by_rows if self.plan.by_rows else self._by_stages
+
+        def work(part: Tensor, chunk: str, place: Tensor | None) -> Work:
+            transfer, token = yield from steps(part, chunk, place)
+            last.append((transfer, token))
+            if place is not None:  # each chunk is written to its place on arrival
+                yield
+                transfer.receive(place)
+
         wave([work(*chunk) for chunk in zip(x.split(sizes), names, outs, strict=True)])
-        transfers, tokens = zip(*self._last, strict=True)  # autograd shall see one result
-        self._last = []
+        transfers, tokens = zip(*last, strict=True)  # autograd shall see one result
         return finish(transfers, tokens, out).view(m, width)
 
     @property
     def _width(self) -> int:
         """Columns of this rank's block of the result."""
-        return widths(chunk_offsets(self._outer, self.row_group.size))[self.row_group.position]
+        return widths(chunk_offsets(self.plan.problem.columns[1], self.row_group.size))[self.row_group.position]
 
-    def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
+    def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None) -> Steps:
         """All that happens to some rows; pauses while an exchange is under way.
 
         Args:
             x: the rows.
             chunk: how errors call them.
             out: where their result shall be, flat.
+
+        Returns:
+            The last exchange, which has begun, and its token.
         """
         way, rows, block = self.plan.way, x.shape[0], x.reshape(-1)
         if way.first is not None:
@@ -125,38 +130,33 @@ class Pipeline:
             block = start(block, transfer)
             yield
             block = finish([transfer], [block])
-        last = len(way.stages) - 1
+        count = len(way.stages)
         scaled = max(i for i, s in enumerate(way.stages) if self._has_matrices(s))
         for i, stage in enumerate(way.stages):
             if stage.exchange is None:
                 raise ValueError("a pipeline is for two ranks or more")
-            transfer = self._transfer(stage.exchange, rows, f"stage {i + 1} of {last + 1}" + chunk)
+            transfer = self._transfer(stage.exchange, rows, f"stage {i + 1} of {count}" + chunk)
             # No name holds an operand or a product while it is exchanged: memory is for the next chunk.
             if self._has_matrices(stage):
                 block = self._multiply_slices(block, stage, self.alpha if i == scaled else 1.0)
             block = start(block, transfer)
-            if i < last:
+            if i + 1 < count:
                 yield
                 block = finish([transfer], [block])
-        yield from self._end(transfer, block, out)
+        return transfer, block
 
-    def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
+    def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None) -> Steps:
         """The same by whole rows, a share of them on each rank."""
-        there, back = by_rows(x.shape[0], self._inner, self._outer, self.row_group.size)
+        inner, outer = self.plan.problem.columns
+        there, back = by_rows(x.shape[0], inner, outer, self.row_group.size)
         arriving = self._transfer(there, 1, "columns to rows" + chunk)
         block = start(x.reshape(-1), arriving)
         yield
-        block = self._multiply(finish([arriving], [block]).view(-1, self._inner), self.factors, self.alpha).view(-1)
+        block = self._multiply(finish([arriving], [block]).view(-1, inner), self.factors, self.alpha).view(-1)
         transfer = self._transfer(back, 1, "rows to columns" + chunk, back=True)
         transfer.into = out
         block = start(block, transfer)
-        yield from self._end(transfer, block, out)
-
-    def _end(self, transfer: Transfer, token: Tensor, out: Tensor | None) -> Work:
-        self._last.append((transfer, token))
-        if out is not None:  # each chunk is written to its place on arrival
-            yield
-            transfer.receive(out)
+        return transfer, block
 
     def _transfer(self, exchange: Exchange, rows: int, label: str, back: bool = False) -> Transfer:
         return Transfer(exchange, self.row_group, rows, f"{self.name}: {label}", back)
@@ -227,7 +227,7 @@ class Pipeline:
             multiply: of a chunk's number, its blocks and those of its product.
         """
         ready, sizes, slots = ready_now(x), self.plan.chunk_rows(len(x)), cast(Slots, self.slots)
-        inner, outer = (self._outer, self._inner) if back else (self._inner, self._outer)
+        inner, outer = self.plan.problem.columns[:: -1 if back else 1]
         under_way: list[Chunk] = []
 
         def work(i: int, part: Tensor, place: Tensor | None) -> Work:
@@ -315,7 +315,7 @@ def fitting(chosen: Plan, free: Sequence[int]) -> Plan:
     Raises:
         torch.OutOfMemoryError: no plan for the grid needs as little as there is.
     """
-    width = -(-math.prod(chosen.problem.inner) // chosen.parts)
+    width = -(-chosen.problem.columns[0] // chosen.parts)
     memory = min([f for f in free if f != PLENTY], default=chosen.peak_memory) + chosen.rows(0) * width * chosen.problem.dtype.itemsize
     if chosen.peak_memory <= memory:
         return chosen

@@ -197,7 +197,7 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
 def product_of(world: World, size: int, sizes: list[int], columns: int, blocks: InBlocks) -> Pipeline:
     """Of the rank that is current."""
     world.current = world.mains[world.rank]
-    planned = mock.Mock(chunk_rows=lambda _: sizes, problem=mock.Mock(inner=(columns,), outer=(columns,)))
+    planned = mock.Mock(chunk_rows=lambda _: sizes, problem=mock.Mock(columns=(columns, columns)))
     row_group = RowGroup(mock.Mock(), size, world.rank, PACKED, blocks)
     row_group.__dict__["ranks"] = tuple(range(size))  # which torch would be asked for
     return Pipeline(planned, row_group, (), 1.0, None, "product", world.slots[world.rank])  # type: ignore[arg-type]
