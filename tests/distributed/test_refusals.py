@@ -36,7 +36,7 @@ class Given:
         roots = [random(p, p, seed=p) for p in SIZES]
         self.factors = [(r @ r.mT / len(r) + torch.eye(len(r), dtype=r.dtype)).to(device) for r in roots]
         self.x, self.b = ones(self.grid, 8, N), ones(self.grid, N, 4)
-        self.mask = self.b[:, 0] > 0
+        self.mask, self.power = self.b[:, 0] > 0, 2
 
     def changed(self, i: int, factor: Any) -> list[Any]:
         """The factors with another one."""
@@ -91,12 +91,16 @@ VERBS: dict[str, Callable[..., Any]] = {
     "K": verb(product),
     "K @ DTensor": of_mesh,
     "K.solve": verb(product, "solve", b="b"),
+    "K.matrix_power": verb(product, "matrix_power", n="power"),
+    "A.logdet": verb(shifted, "logdet"),
+    "A @": verb(shifted, "__matmul__", other="b"),
     "A.solve": verb(shifted, "solve", b="b"),
     "A.solve, masked": verb(shifted, "solve", b="b", mask="mask"),
     "S": verb(total),
     "S.solve": verb(total, "solve", b="b"),
     "S.slogdet": verb(total, "slogdet"),
     "S @": verb(total, "__matmul__", other="b"),
+    "S.expm": verb(total, "expm"),
     "S.expm_multiply": verb(total, "expm_multiply", x="b"),
     "grid": lambda g, **changes: ProcessGrid(**changes),
     "scatter": lambda g, whole=None: g.grid.scatter(torch.ones(4, 2, device=g.grid.device) if whole is None else whole),
@@ -323,6 +327,15 @@ CASES = [
         "ValueError: factors[0]: expected a symmetric matrix for conjugate gradients; got one that ",
         factors=lambda g: g.changed(0, g.factors[0].triu()),
     ),
+    # Numbers that differ.
+    *[
+        Case.of(name, f'ValueError: s{SAME}"0.1" on rank...; "3.0" on rank 1', ANOTHER, s=lambda g: 3.0)
+        for name in ("A.solve", "A.solve, masked", "A.logdet")
+    ],
+    Case.of("A @", f'ValueError: beta{SAME}"0.1" on rank...; "3.0" on rank 1', ANOTHER, s=lambda g: 3.0),
+    Case.of("K.matrix_power", f'ValueError: arguments{SAME}["2"] on rank...; ["3"] on rank 1', ANOTHER, n=lambda g: 3),
+    Case.of("S.expm", f'ValueError: arguments{SAME}["1.0"] on rank...; ["3.0"] on rank 1', ANOTHER, t=lambda g: 3.0),
+    Case.of("S.expm_multiply", f'ValueError: arguments{SAME}["1.0"] on rank...; ["3.0"] on rank 1', ANOTHER, t=lambda g: 3.0),
     # Conjugate gradients that cannot go on.
     Case.of("A.solve, masked", f"ValueError: {DEFINITE}", ALL, factors=lambda g: g.changed(0, -g.factors[0])),
     Case.of(
