@@ -84,9 +84,6 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         return [*super()._named(), *[(f"masses[{i}]", m) for i, m in enumerate(self.masses or ())]]
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        return self._built()
-
-    def _built(self) -> tuple[list[Tensor], list[Tensor]]:
         """Factors and masses, identities among them as matrices."""
         found = built([*self.factors, *(self.masses or ())])
         return found[: len(self.factors)], found[len(self.factors) :]
@@ -181,7 +178,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         grid = grid_of_call(b, self._grid)
         with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
-        factors, masses = self._built()
+        factors, masses = self._pairs()
         basis = self._basis("solve", grid, block)
         share = GridShare(grid, of_rows=True)
         system = _System(len(factors), grid, self._reduction)
@@ -198,7 +195,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             torch.linalg.LinAlgError: a mass is singular. Every rank raises each of these.
         """
         grid = self._grid
-        factors, masses = self._built()
+        factors, masses = self._pairs()
         basis = self._basis("slogdet", grid)
         share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):

@@ -112,8 +112,7 @@ class GridOperator(Generic[Local]):
             given = [next(left) if isinstance(o, Tensor) else o for o in options]
             return compute(self._local._with(filled(arrays, tensors[:count])), *given)
 
-        shown = ["a tensor" if isinstance(o, Tensor) else repr(o) for o in options]
-        compared = {"call": call, "arguments": shown, **checksums(factors=self.factors)}
+        compared = self._compared(call, arguments=["a tensor" if isinstance(o, Tensor) else repr(o) for o in options])
         return as_first(self._grid, compared, [*matrices(arrays), *scalars], of)
 
     # ---- properties --------------------------------------------------------------------------
