@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastkron_py.distributed.agreement import agree, refused_by_all
-from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid, as_operand, grid_of_call
+from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call, own_block
 from fastkron_py.distributed.layout import chunk_offsets, way, widths
 from fastkron_py.distributed.pipeline import Pipeline, fitting, free_memory
 from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
@@ -339,7 +339,7 @@ def checked(given: Call, grid: ProcessGrid) -> Call:
     """Make the checks that need one rank alone."""
     x, plan, left = given.x, given.plan, given.left
     listed = [_plain_factor(f, i, x) for i, f in enumerate(grid_factors(given.factors))]
-    z, local = _plain_z(given.z, x), _plain_x(x)
+    z, local = _plain_z(given.z, x), own_block("x", x)
     check_precision(given.precision)
     if plan is not None and not isinstance(plan, Plan):
         raise type_error("plan", "a Plan or None", type_name(plan))
@@ -434,24 +434,15 @@ def row_groups(grid: ProcessGrid, left: bool) -> list[list[int]]:
     return [list(column) for column in zip(*rows, strict=True)] if left else rows
 
 
-def _plain_x(x: Any) -> Any:
-    """This rank's block of x; anything but a tensor is refused later."""
-    if not isinstance(x, DTensor):
-        return x
-    if x.ndim != 2 or tuple(x.placements) != PLACEMENTS:
-        raise value_error("x", "a matrix placed [Shard(0), Shard(1)]; x.redistribute(placements=...) can bring it there", f"{x.placements}")
-    return x.to_local()
-
-
 def _plain_z(z: Any, x: Any) -> Any:
     """This rank's block of z."""
     if z is None or not (isinstance(z, DTensor) or isinstance(x, DTensor)):
         return z
     if not (isinstance(z, DTensor) and isinstance(x, DTensor)):
         raise type_error("z", "a DTensor where x is one, and a block where x is one", type_name(z))
-    if z.device_mesh != x.device_mesh or tuple(z.placements) != PLACEMENTS:
-        raise value_error("z", f"a matrix placed [Shard(0), Shard(1)] on {x.device_mesh}", f"{z.placements} on {z.device_mesh}")
-    return z.to_local()
+    if z.device_mesh != x.device_mesh:
+        raise value_error("z", f"a DTensor on x's mesh {x.device_mesh}", z.device_mesh)
+    return own_block("z", z)
 
 
 def _plain_factor(factor: Any, index: int, x: Any) -> Any:

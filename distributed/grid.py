@@ -415,6 +415,20 @@ def _grid_device(device: Any, shape: Any) -> torch.device:
     return torch.device("cpu") if place.type == "cpu" else place  # tensors are on cpu, not cpu:0
 
 
+def own_block(name: str, operand: Any) -> Any:
+    """This rank's block of an operand; anything but a DTensor is taken for one.
+
+    Raises:
+        ValueError: a DTensor that is placed in another way.
+    """
+    if not isinstance(operand, DTensor):
+        return operand
+    if operand.ndim != 2 or tuple(operand.placements) != PLACEMENTS:
+        expected = f"a matrix placed [Shard(0), Shard(1)]; {name}.redistribute(placements=...) can bring it there"
+        raise value_error(name, expected, f"{operand.placements}")
+    return operand.to_local()
+
+
 def as_operand(block: Tensor, operand: Any, shape: Sequence[int]) -> Tensor:
     """This rank's block of a matrix of this shape as an operand is: a block, or a DTensor placed in the same way."""
     if not isinstance(operand, DTensor):

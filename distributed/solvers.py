@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fastkron_py.distributed.api import kron_matmul_left
-from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid
+from fastkron_py.distributed.grid import ProcessGrid, own_block
 from fastkron_py.distributed.layout import chunk_offsets
 from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate, total
 from fastkron_py.kron.operators.cg import Inner
@@ -131,9 +130,7 @@ def right_hand_block(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -
         TypeError: another array type or dtype.
         ValueError: another shape, device or placement.
     """
-    if isinstance(b, DTensor) and tuple(b.placements) != PLACEMENTS:
-        raise value_error("b", "a matrix placed [Shard(0), Shard(1)]", f"{b.placements}")
-    local = b.to_local() if isinstance(b, DTensor) else b
+    local = own_block("b", b)
     if not isinstance(local, Tensor):
         raise type_error("b", "a torch tensor", type_name(local))
     if local.dtype != dtype:
