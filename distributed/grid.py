@@ -79,7 +79,8 @@ class ProcessGrid:
             raise RuntimeError("ProcessGrid: there is no process group; call fastkron_py.distributed.init_process_group() first")
         mesh = shape if isinstance(shape, DeviceMesh) else None
         self._ranks = _member_ranks(mesh, ranks)
-        self._control = _control(tuple(sorted(self._ranks)))
+        ascending = tuple(sorted(self._ranks))
+        self._control: Control = _kept(ascending, lambda: Control(ascending))
         self._layout = ""  # while ranks agree on one
         self._rank = self._ranks.index(dist.get_rank())
         with refused_by_all(self):
@@ -286,43 +287,43 @@ class ProcessGrid:
 
 
 # Grids of the same ranks and shape share their groups: communicators are slow to make and hold memory.
-_controls: dict[tuple[int, ...], Control] = {}
-_grids: dict[tuple[tuple[int, ...], tuple[int, int] | None, int], tuple[dist.ProcessGroup, ...]] = {}
+_made: dict[Any, Any] = {}
+"""Controls by ranks, groups by ranks, shape and number, and grids by mesh: all of the default group of this time."""
 _made_in: Any = None
 
 
 def forget_groups() -> None:
     """Let go of the groups that are kept for later grids."""
     global _made_in
-    _controls.clear()
-    _grids.clear()
-    _of_meshes.clear()
+    _made.clear()
     _made_in = None
 
 
-def _control(ranks: tuple[int, ...]) -> Control:
-    """The ranks' control, made when they first ask for it; forgotten with the default group."""
+def _kept(key: Any, make: Callable[[], Any], is_good: Callable[[Any], bool] = lambda _: True) -> Any:
+    """What is made once for a default group, or again where it is not good any more; forgotten with the group."""
     global _made_in
     if _made_in is not dist.group.WORLD:
         forget_groups()
         _made_in = dist.group.WORLD
-    if ranks not in _controls:
-        _controls[ranks] = Control(ranks)
-    return _controls[ranks]
+    if key not in _made or not is_good(_made[key]):
+        _made[key] = make()
+    return _made[key]
 
 
 def _groups(grid: ProcessGrid, shape: tuple[int, int] | None, private: int = 0) -> tuple[dist.ProcessGroup, ...]:
     """The groups of all ranks of a grid, or of a private one's number, of this rank's row and of its column; without a shape the first."""
-    key = (grid.ranks, shape, private)
-    if key not in _grids:
-        row, col = divmod(grid.rank, shape[1]) if shape else (0, 0)
-        members = [grid.ranks]
-        if shape is not None:
-            members += [grid.ranks[row * shape[1] : (row + 1) * shape[1]], grid.ranks[col :: shape[1]]]
+    row, col = divmod(grid.rank, shape[1]) if shape else (0, 0)
+    members = [grid.ranks]
+    if shape is not None:
+        members += [grid.ranks[row * shape[1] : (row + 1) * shape[1]], grid.ranks[col :: shape[1]]]
+
+    def make() -> tuple[dist.ProcessGroup, ...]:
         with stage(f"ProcessGrid: making groups of a {shape} grid", grid.ranks):
             _level(grid)
-            _grids[key] = tuple(_new_group(m) for m in members)
-    return _grids[key]
+            return tuple(_new_group(m) for m in members)
+
+    found: tuple[dist.ProcessGroup, ...] = _kept((grid.ranks, shape, private), make)
+    return found
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -437,9 +438,6 @@ def as_operand(block: Tensor, operand: Any, shape: Sequence[int]) -> Tensor:
     return DTensor.from_local(block, *where, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
 
 
-_of_meshes: dict[DeviceMesh, ProcessGrid] = {}
-
-
 def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
     """The grid that a call is made over: the one that it is given, or that of a DTensor's mesh, which has to be of the same ranks.
 
@@ -463,7 +461,5 @@ def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
 
 def grid_of(mesh: DeviceMesh) -> ProcessGrid:
     """The grid of a mesh, made when one like it is first seen: a slice of a mesh is another object each time."""
-    if _made_in is not dist.group.WORLD or mesh not in _of_meshes or _of_meshes[mesh]._closed:
-        made = ProcessGrid(mesh)  # which forgets those of an older default group
-        _of_meshes[mesh] = made
-    return _of_meshes[mesh]
+    found: ProcessGrid = _kept(mesh, lambda: ProcessGrid(mesh), lambda grid: not grid._closed)
+    return found

@@ -96,15 +96,10 @@ class Transfer:
         self.derivative = Transfer(self.exchange, self.row_group, self.rows, f"{self.label}, backward pass", not self.back)
         return self.derivative
 
-    @cached_property
-    def leg(self) -> Leg:
-        """The moved elements, without tensors."""
-        return Leg(self.exchange, self.rows, self.back)
-
     @property
     def size(self) -> int:
         """Elements that this rank has afterwards."""
-        return self.leg.gets(self.row_group.position)
+        return Leg(self.exchange, self.rows, self.back).gets(self.row_group.position)
 
     @property
     def moves(self) -> bool:
