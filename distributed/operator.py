@@ -64,7 +64,11 @@ class GridOperator(Generic[Local]):
             raise type_error("grid", "a ProcessGrid or None", type_name(grid))
         self._grid = ProcessGrid() if grid is None else grid
         with refused_by_all(self._grid):
-            self._local = _on_grid(make(), self._grid)
+            self._local = made = make()
+            if made.ndim != 2:
+                raise value_error("factors", "matrices without batch dimensions", f"shape {made.shape}")
+            if made.device != self._grid.device:
+                raise value_error("factors", f"tensors on the grid's device {self._grid.device}", made.device)
             check_reduction(reduction)
             self._reduction = reduction
         shapes = self._shapes()
@@ -291,16 +295,3 @@ class GridOperator(Generic[Local]):
         if not name.startswith("_") and hasattr(type(self._local), name):
             raise AttributeError(f"a {type(self).__name__} over a grid has no {name} ({on_one_rank(name)})")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def _on_grid(made: Local, grid: ProcessGrid) -> Local:
-    """The operator of one rank, of matrices on the grid's device.
-
-    Raises:
-        ValueError: batch dimensions, or another device.
-    """
-    if made.ndim != 2:
-        raise value_error("factors", "matrices without batch dimensions", f"shape {made.shape}")
-    if made.device != grid.device:
-        raise value_error("factors", f"tensors on the grid's device {grid.device}", made.device)
-    return made

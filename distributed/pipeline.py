@@ -137,8 +137,9 @@ class Pipeline:
                 raise ValueError("a pipeline is for two ranks or more")
             transfer = self._transfer(stage.exchange, rows, f"stage {i + 1} of {count}" + chunk)
             # No name holds an operand or a product while it is exchanged: memory is for the next chunk.
-            if self._has_matrices(stage):
-                block = self._multiply_slices(block, stage, self.alpha if i == scaled else 1.0)
+            if self._has_matrices(stage):  # slices are rows of a product that needs no other rank
+                own, alpha = self.factors[stage.start : stage.stop], self.alpha if i == scaled else 1.0
+                block = self._multiply(block.view(block.numel() // stage.p, stage.p), own, alpha).view(-1)
             block = start(block, transfer)
             if i + 1 < count:
                 yield
@@ -163,11 +164,6 @@ class Pipeline:
 
     def _has_matrices(self, stage: Stage) -> bool:
         return any([isinstance(f, Tensor) for f in self.factors[stage.start : stage.stop]])
-
-    def _multiply_slices(self, block: Tensor, stage: Stage, alpha: Any) -> Tensor:
-        """Slices are rows of a product that needs no other rank."""
-        factors = self.factors[stage.start : stage.stop]
-        return self._multiply(block.view(block.numel() // stage.p, stage.p), factors, alpha).view(-1)
 
     def _multiply(self, x: Tensor, factors: Sequence[Tensor | int], alpha: Any) -> Tensor:
         x, alpha, *factors = tied((x, alpha, *factors))

@@ -78,7 +78,9 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
         """``self (x) other``: an operator of both's factors, on this one's grid and with its reduction."""
-        return self._like(self._local.kron(_local_of(other)))
+        if not isinstance(other, KroneckerProduct):
+            raise type_error("other", "a distributed KroneckerProduct", type_name(other))
+        return self._like(self._local.kron(other._local))
 
     # ---- products -----------------------------------------------------------------------------
 
@@ -164,12 +166,6 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         """
         with without_autocast(self.device):
             return self.inverse()._multiply(b, left=True)
-
-
-def _local_of(other: Any) -> LocalKroneckerProduct:
-    if not isinstance(other, KroneckerProduct):
-        raise type_error("other", "a distributed KroneckerProduct", type_name(other))
-    return other._local
 
 
 class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
