@@ -25,7 +25,16 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from fastkron_py.distributed.failures import differing, pack_error, rank_text, stage, unpack_error, when_failing
+from fastkron_py.distributed.failures import (
+    REFUSALS,
+    CollectiveError,
+    differing,
+    pack_error,
+    rank_text,
+    stage,
+    unpack_error,
+    when_failing,
+)
 from fastkron_py.runtime.errors import value_error
 
 if TYPE_CHECKING:
@@ -49,8 +58,6 @@ class Control:
         number: of the private grid that it is for, among all grids of these ranks; 0 for the one that the others share.
     """
 
-    layout = ""  # of no grid
-
     def __init__(self, ranks: Sequence[int], number: int = 0) -> None:
         self.ranks = tuple(ranks)
         self.grids = number  # that have been made over it
@@ -63,11 +70,6 @@ class Control:
             self._group: Any = dist.ProcessGroupGloo(store, self.ranks.index(dist.get_rank()), len(self.ranks), group_timeout())
         with _lock:
             _living.add(self)
-
-    @property
-    def control(self) -> Control:
-        """Itself."""
-        return self
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
@@ -138,11 +140,11 @@ def group_timeout() -> timedelta:
     return FALLBACK_TIMEOUT
 
 
-def agree(grid: ProcessGrid | Control, description: Mapping[str, Any] | Exception, *, local: Sequence[int] = ()) -> list[tuple[int, ...]]:
+def agree(grid: ProcessGrid, description: Mapping[str, Any] | Exception, *, local: Sequence[int] = ()) -> list[tuple[int, ...]]:
     """Return when all ranks of a grid are known to be about to do the same, or raise on all of them. Collective.
 
     Args:
-        grid: the ranks, or their control.
+        grid: the ranks.
         description: values that have to be the same everywhere, by name, as JSON has it (numbers, strings, lists), with the
             call's name as "call"; or the error that this rank met when it looked at its arguments, for all to raise.
         local: up to four numbers that may differ, for all to know.
@@ -176,7 +178,7 @@ def agree(grid: ProcessGrid | Control, description: Mapping[str, Any] | Exceptio
     return [tuple(rows[control.ranks.index(rank)][2:]) for rank in grid.ranks]
 
 
-def refuse(grid: ProcessGrid | Control, error: Exception) -> NoReturn:
+def refuse(grid: ProcessGrid, error: Exception) -> NoReturn:
     """Raise an error that this rank met, on every rank: the others learn of it in the check that they make or are about to make.
 
     Args:
@@ -185,6 +187,17 @@ def refuse(grid: ProcessGrid | Control, error: Exception) -> NoReturn:
     """
     agree(grid, error)
     raise error  # not reached: all ranks have raised
+
+
+@contextmanager
+def refused_by_all(grid: ProcessGrid, kinds: tuple[type[Exception], ...] = REFUSALS) -> Iterator[None]:
+    """Errors of these types, which this rank finds in its own arguments inside, are raised on every rank, as by `refuse`."""
+    try:
+        yield
+    except CollectiveError:  # the others know
+        raise
+    except kinds as error:
+        refuse(grid, error)
 
 
 @lru_cache(maxsize=1024)

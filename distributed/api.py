@@ -15,16 +15,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fastkron_py.distributed.agreement import agree, refuse
-from fastkron_py.distributed.failures import REFUSALS
-from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid, grid_of_call
+from fastkron_py.distributed.agreement import agree, refused_by_all
+from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call, own_block
 from fastkron_py.distributed.layout import chunk_offsets, way, widths
 from fastkron_py.distributed.pipeline import Pipeline, fitting, free_memory
 from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
 from fastkron_py.distributed.plan import plan as make_plan
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, tied
 from fastkron_py.distributed.transport.slots import open_slots
-from fastkron_py.distributed.transport.transfer import RowGroup, transport_of
+from fastkron_py.distributed.transport.transfer import RowGroup
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
 from fastkron_py.kron.checks import check_factor_shapes, check_tensors, factors_and_identities, is_identity, shape_of
@@ -152,11 +151,9 @@ def multiply(given: Call, grid: Any) -> Tensor:
 
 def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
     x, left = given.x, given.left
-    try:
+    with refused_by_all(where):
         call = checked(given, where)
         able = _in_blocks(call)
-    except REFUSALS as error:
-        refuse(where, error)
     # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
     # So does whether its launches read and write blocks: peers find parts accordingly.
     found = agree(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
@@ -169,11 +166,8 @@ def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
         chosen = call.plan or fitting(_planned(call.problem(m), where.shape, where.device.type), [sizes[2] for sizes in found])
         common = [found[rank][3] for rank in row_groups(where, left)[where.col if left else where.row]]
         y = _multiply(call, factors, chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
-    if not isinstance(x, DTensor):
-        return y
     ps, qs = call.sizes
-    size = (math.prod(ps), x.shape[1]) if left else (x.shape[0], math.prod(qs))
-    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=torch.Size(size), stride=(size[1], 1))
+    return as_operand(y, x, (math.prod(ps), x.shape[1]) if left else (x.shape[0], math.prod(qs)))
 
 
 def _in_blocks(call: Call) -> InBlocks:
@@ -223,7 +217,7 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
         group = grid.col_group if call.left else grid.row_group
         size, groups = chosen.most_elements * x.element_size(), row_groups(grid, call.left)
         slots = open_slots(grid, group, groups, size) if chosen.is_taken_over and not x.is_complex() else None
-        row_group = RowGroup(group, call.parts, grid.row if call.left else grid.col, transport_of(chosen.transport), blocks)
+        row_group = RowGroup(group, call.parts, grid.row if call.left else grid.col, chosen.transport_model, blocks)
         pipeline = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots)
         if call.recompute and torch.is_grad_enabled():
             # Without early stop, which would leave exchanges half done.
@@ -345,7 +339,7 @@ def checked(given: Call, grid: ProcessGrid) -> Call:
     """Make the checks that need one rank alone."""
     x, plan, left = given.x, given.plan, given.left
     listed = [_plain_factor(f, i, x) for i, f in enumerate(grid_factors(given.factors))]
-    z, local = _plain_z(given.z, x), _plain_x(x)
+    z, local = _plain_z(given.z, x), own_block("x", x)
     check_precision(given.precision)
     if plan is not None and not isinstance(plan, Plan):
         raise type_error("plan", "a Plan or None", type_name(plan))
@@ -440,24 +434,15 @@ def row_groups(grid: ProcessGrid, left: bool) -> list[list[int]]:
     return [list(column) for column in zip(*rows, strict=True)] if left else rows
 
 
-def _plain_x(x: Any) -> Any:
-    """This rank's block of x; anything but a tensor is refused later."""
-    if not isinstance(x, DTensor):
-        return x
-    if x.ndim != 2 or tuple(x.placements) != PLACEMENTS:
-        raise value_error("x", "a matrix placed [Shard(0), Shard(1)]; x.redistribute(placements=...) can bring it there", f"{x.placements}")
-    return x.to_local()
-
-
 def _plain_z(z: Any, x: Any) -> Any:
     """This rank's block of z."""
     if z is None or not (isinstance(z, DTensor) or isinstance(x, DTensor)):
         return z
     if not (isinstance(z, DTensor) and isinstance(x, DTensor)):
         raise type_error("z", "a DTensor where x is one, and a block where x is one", type_name(z))
-    if z.device_mesh != x.device_mesh or tuple(z.placements) != PLACEMENTS:
-        raise value_error("z", f"a matrix placed [Shard(0), Shard(1)] on {x.device_mesh}", f"{z.placements} on {z.device_mesh}")
-    return z.to_local()
+    if z.device_mesh != x.device_mesh:
+        raise value_error("z", f"a DTensor on x's mesh {x.device_mesh}", z.device_mesh)
+    return own_block("z", z)
 
 
 def _plain_factor(factor: Any, index: int, x: Any) -> Any:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fastkron_py.distributed.agreement import Control, agree, group_timeout, refuse
-from fastkron_py.distributed.failures import REFUSALS, rank_text, stage
+from fastkron_py.distributed.agreement import Control, agree, group_timeout, refuse, refused_by_all
+from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.layout import chunk_offsets, widths
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -79,19 +79,17 @@ class ProcessGrid:
             raise RuntimeError("ProcessGrid: there is no process group; call fastkron_py.distributed.init_process_group() first")
         mesh = shape if isinstance(shape, DeviceMesh) else None
         self._ranks = _member_ranks(mesh, ranks)
-        self._control = _control(tuple(sorted(self._ranks)))
+        ascending = tuple(sorted(self._ranks))
+        self._control: Control = _kept(ascending, lambda: Control(ascending))
         self._layout = ""  # while ranks agree on one
         self._rank = self._ranks.index(dist.get_rank())
-        description: dict[str, Any] | Exception
-        try:
+        with refused_by_all(self):
             self._shape = _grid_shape(shape, ranks, self._ranks)
             self._device = _grid_device(device, shape)
             if private and mesh is not None:
                 raise value_error("private", "False with a mesh, whose groups are used", private)
-            description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type, "private": bool(private)}
-            description["version of fastkron_py"] = sys.modules["fastkron_py"].__version__  # not imported: the package imports this
-        except REFUSALS as error:
-            description = error
+        description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type, "private": bool(private)}
+        description["version of fastkron_py"] = sys.modules["fastkron_py"].__version__  # not imported: the package imports this
         agree(self, description)
         self._control.grids = number = self._control.grids + 1
         self._is_private = private
@@ -237,13 +235,11 @@ class ProcessGrid:
 
     def _agree_on_matrix(self, call: str, name: str, matrix: Any, same_shape: bool) -> list[tuple[int, ...]]:
         """Every rank's sizes of a matrix, once all have one of the same dtype."""
-        try:
+        with refused_by_all(self):
             if not isinstance(matrix, Tensor):
                 raise type_error(name, "a torch tensor", type_name(matrix))
             if matrix.ndim != 2 or matrix.device != self._device:
                 raise value_error(name, f"a matrix on the grid's device {self._device}", f"{tuple(matrix.shape)} on {matrix.device}")
-        except REFUSALS as error:
-            refuse(self, error)
         description = {"call": f"ProcessGrid.{call}", f"dtype of {name}": str(matrix.dtype)}
         return agree(self, description | ({f"shape of {name}": list(matrix.shape)} if same_shape else {}), local=tuple(matrix.shape))
 
@@ -291,43 +287,43 @@ class ProcessGrid:
 
 
 # Grids of the same ranks and shape share their groups: communicators are slow to make and hold memory.
-_controls: dict[tuple[int, ...], Control] = {}
-_grids: dict[tuple[tuple[int, ...], tuple[int, int] | None, int], tuple[dist.ProcessGroup, ...]] = {}
+_made: dict[Any, Any] = {}
+"""Controls by ranks, groups by ranks, shape and number, and grids by mesh: all of the default group of this time."""
 _made_in: Any = None
 
 
 def forget_groups() -> None:
     """Let go of the groups that are kept for later grids."""
     global _made_in
-    _controls.clear()
-    _grids.clear()
-    _of_meshes.clear()
+    _made.clear()
     _made_in = None
 
 
-def _control(ranks: tuple[int, ...]) -> Control:
-    """The ranks' control, made when they first ask for it; forgotten with the default group."""
+def _kept(key: Any, make: Callable[[], Any], is_good: Callable[[Any], bool] = lambda _: True) -> Any:
+    """What is made once for a default group, or again where it is not good any more; forgotten with the group."""
     global _made_in
     if _made_in is not dist.group.WORLD:
         forget_groups()
         _made_in = dist.group.WORLD
-    if ranks not in _controls:
-        _controls[ranks] = Control(ranks)
-    return _controls[ranks]
+    if key not in _made or not is_good(_made[key]):
+        _made[key] = make()
+    return _made[key]
 
 
 def _groups(grid: ProcessGrid, shape: tuple[int, int] | None, private: int = 0) -> tuple[dist.ProcessGroup, ...]:
     """The groups of all ranks of a grid, or of a private one's number, of this rank's row and of its column; without a shape the first."""
-    key = (grid.ranks, shape, private)
-    if key not in _grids:
-        row, col = divmod(grid.rank, shape[1]) if shape else (0, 0)
-        members = [grid.ranks]
-        if shape is not None:
-            members += [grid.ranks[row * shape[1] : (row + 1) * shape[1]], grid.ranks[col :: shape[1]]]
+    row, col = divmod(grid.rank, shape[1]) if shape else (0, 0)
+    members = [grid.ranks]
+    if shape is not None:
+        members += [grid.ranks[row * shape[1] : (row + 1) * shape[1]], grid.ranks[col :: shape[1]]]
+
+    def make() -> tuple[dist.ProcessGroup, ...]:
         with stage(f"ProcessGrid: making groups of a {shape} grid", grid.ranks):
             _level(grid)
-            _grids[key] = tuple(_new_group(m) for m in members)
-    return _grids[key]
+            return tuple(_new_group(m) for m in members)
+
+    found: tuple[dist.ProcessGroup, ...] = _kept((grid.ranks, shape, private), make)
+    return found
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -420,15 +416,34 @@ def _grid_device(device: Any, shape: Any) -> torch.device:
     return torch.device("cpu") if place.type == "cpu" else place  # tensors are on cpu, not cpu:0
 
 
-_of_meshes: dict[DeviceMesh, ProcessGrid] = {}
+def own_block(name: str, operand: Any) -> Any:
+    """This rank's block of an operand; anything but a DTensor is taken for one.
+
+    Raises:
+        ValueError: a DTensor that is placed in another way.
+    """
+    if not isinstance(operand, DTensor):
+        return operand
+    if operand.ndim != 2 or tuple(operand.placements) != PLACEMENTS:
+        expected = f"a matrix placed [Shard(0), Shard(1)]; {name}.redistribute(placements=...) can bring it there"
+        raise value_error(name, expected, f"{operand.placements}")
+    return operand.to_local()
+
+
+def as_operand(block: Tensor, operand: Any, shape: Sequence[int]) -> Tensor:
+    """This rank's block of a matrix of this shape as an operand is: a block, or a DTensor placed in the same way."""
+    if not isinstance(operand, DTensor):
+        return block
+    where = operand.device_mesh, operand.placements
+    return DTensor.from_local(block, *where, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
 
 
 def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
-    """The grid that a call is made over: the one it is given, or that of a DTensor's mesh.
+    """The grid that a call is made over: the one that it is given, or that of a DTensor's mesh, which has to be of the same ranks.
 
     Raises:
         TypeError: grid is no ProcessGrid.
-        ValueError: there is none; or it is not the DTensor's, which every rank raises.
+        ValueError: there is none; or the mesh is of others, which every rank raises.
     """
     if grid is not None and not isinstance(grid, ProcessGrid):
         raise type_error("grid", "a ProcessGrid", type_name(grid))
@@ -437,30 +452,14 @@ def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
             raise value_error("grid", "a ProcessGrid, unless x is a DTensor", None)
         return grid
     mesh = x.device_mesh
-    if grid is None:
-        return grid_of(mesh)
-    if grid.mesh != mesh:
-        refuse(grid, value_error("grid", f"None, or the grid of x's mesh {mesh}", grid))
-    return grid
-
-
-def grid_for(operand: Any, grid: ProcessGrid) -> ProcessGrid:
-    """The grid for an operator's operand: its own for a block; a DTensor on another mesh brings one, which has to be of the same ranks.
-
-    Raises:
-        ValueError: it is of others. Raised on every rank.
-    """
-    mesh = grid.mesh
-    if not isinstance(operand, DTensor) or operand.device_mesh == mesh:
-        return grid
-    if not torch.equal(operand.device_mesh.mesh, mesh.mesh):
-        refuse(grid, value_error("x", f"a DTensor on a mesh of ranks {mesh.mesh.tolist()}", operand.device_mesh.mesh.tolist()))
-    return grid_of(operand.device_mesh)
+    if grid is None or mesh == grid.mesh:
+        return grid or grid_of(mesh)
+    if not torch.equal(mesh.mesh, grid.mesh.mesh):
+        refuse(grid, value_error("x", f"a DTensor on a mesh of ranks {grid.mesh.mesh.tolist()}", mesh.mesh.tolist()))
+    return grid_of(mesh)
 
 
 def grid_of(mesh: DeviceMesh) -> ProcessGrid:
     """The grid of a mesh, made when one like it is first seen: a slice of a mesh is another object each time."""
-    if _made_in is not dist.group.WORLD or mesh not in _of_meshes or _of_meshes[mesh]._closed:
-        made = ProcessGrid(mesh)  # which forgets those of an older default group
-        _of_meshes[mesh] = made
-    return _of_meshes[mesh]
+    found: ProcessGrid = _kept(mesh, lambda: ProcessGrid(mesh), lambda grid: not grid._closed)
+    return found

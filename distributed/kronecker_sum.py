@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.agreement import refuse
+from fastkron_py.distributed.agreement import refuse, refused_by_all
 from fastkron_py.distributed.api import Call, multiply, shape_texts
-from fastkron_py.distributed.failures import REFUSALS
-from fastkron_py.distributed.grid import ProcessGrid, grid_for
+from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
 from fastkron_py.distributed.product import KroneckerProduct
-from fastkron_py.distributed.replicated import Reduction, replicate
-from fastkron_py.distributed.solvers import GridShare, GridSystem, as_given, right_hand_block
+from fastkron_py.distributed.replicated import Reduction
+from fastkron_py.distributed.solvers import GridShare, GridSystem, right_hand_block
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
-from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, kron_range
+from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built
 from fastkron_py.kron.operators.kronecker_sum import sum_slogdet
 from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import combined
@@ -85,9 +84,6 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         return [*super()._named(), *[(f"masses[{i}]", m) for i, m in enumerate(self.masses or ())]]
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        return self._built()
-
-    def _built(self) -> tuple[list[Tensor], list[Tensor]]:
         """Factors and masses, identities among them as matrices."""
         found = built([*self.factors, *(self.masses or ())])
         return found[: len(self.factors)], found[len(self.factors) :]
@@ -98,7 +94,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         if isinstance(x, GridOperator):
             expected = "a block or a DTensor: a Kronecker sum times an operator is neither a sum nor a product"
             refuse(self._grid, type_error("x", expected, type_name(x)))
-        return _sum_matmul(self.factors, self.masses or (), x, left, grid_for(x, self._grid), self._reduction)
+        return _sum_matmul(self.factors, self.masses or (), x, left, self._grid, self._reduction)
 
     def add_diagonal(self, s: Any) -> KroneckerSum:
         """``S + s * I``, or with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as `fastkron_py.KroneckerSum.add_diagonal`.
@@ -151,19 +147,13 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             TypeError: float16 or bfloat16 factors.
             ValueError: a factor or a mass is not symmetric, or a mass not positive definite. Every rank raises each of these.
         """
-        grid, count = self._grid, len(self.factors)
 
-        def pairs(s: LocalKroneckerSum) -> list[Tensor]:
-            matrices = built([*s.factors, *(s.masses or ())])
-            values, vectors = s._eigenpairs(matrices[:count], matrices[count:])
-            return [*values, *vectors]
+        def pairs(s: LocalKroneckerSum) -> tuple[list[Any], list[Any]]:
+            arrays = built([*s.factors, *(s.masses or ())])
+            return s._eigenpairs(arrays[: len(s.factors)], arrays[len(s.factors) :])
 
-        found = self._first("eigh", pairs)
-        values, vectors = found[:count], found[count:]
-        if torch.is_grad_enabled() and any([v.requires_grad for v in values]):
-            values = replicate(values, grid.group, grid.device, self._reduction)
-        rows = kron_range(values, *GridShare(grid, of_rows=True).bounds(self.shape[0]), torch.add)
-        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), grid, self._reduction))
+        rows, vectors = self._rows_and_vectors(pairs, torch.add)
+        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), self._grid, self._reduction))
 
     # ---- solves and determinants ------------------------------------------------------------------
 
@@ -185,17 +175,16 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             ValueError: b does not fit, or a symmetric mass is not positive definite.
             torch.linalg.LinAlgError: S is singular but for rounding. Every rank raises each of these.
         """
-        grid = grid_for(b, self._grid)
-        try:
+        grid = grid_of_call(b, self._grid)
+        with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
-        except REFUSALS as error:
-            refuse(grid, error)
-        factors, masses = self._built()
+        factors, masses = self._pairs()
         basis = self._basis("solve", grid, block)
         share = GridShare(grid, of_rows=True)
         system = _System(len(factors), grid, self._reduction)
         diagonal = combined(basis.values, True, None, share)
-        return as_given(solve_by_basis(system, block, [*factors, *masses], basis, diagonal, "factors", share), b)
+        x = solve_by_basis(system, block, [*factors, *masses], basis, diagonal, "factors", share)
+        return as_operand(x, b, b.shape)
 
     def slogdet(self) -> SlogDet:
         """Sign of the determinant and log of its absolute value, from a part of the eigenvalues on each rank.
@@ -206,7 +195,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             torch.linalg.LinAlgError: a mass is singular. Every rank raises each of these.
         """
         grid = self._grid
-        factors, masses = self._built()
+        factors, masses = self._pairs()
         basis = self._basis("slogdet", grid)
         share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):

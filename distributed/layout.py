@@ -110,16 +110,6 @@ class Exchange:
         """Elements that a rank holds after, for each row of x."""
         return self.target[rank + 1] - self.target[rank]
 
-    def _before(self, sender: int, element: int) -> int:
-        """How many of the sender's elements come before this one in row-major order."""
-        low, high = self.source[sender], self.source[sender + 1]
-        row, column = divmod(element, self.columns)
-        return row * (high - low) + min(max(column - low, 0), high - low)
-
-    def size(self, sender: int, receiver: int) -> int:
-        """Elements from a sender to a receiver, for each row of x. O(1)."""
-        return self._before(sender, self.target[receiver + 1]) - self._before(sender, self.target[receiver])
-
     def rectangles(self, sender: int, receiver: int) -> tuple[Rectangle, ...]:
         """The elements from a sender to a receiver: none to three rectangles, in row-major order."""
         low, high = self.source[sender], self.source[sender + 1]
@@ -129,6 +119,10 @@ class Exchange:
             if column < column_stop:
                 found.append(Rectangle(row, row_stop, column, column_stop))
         return tuple(found)
+
+    def size(self, sender: int, receiver: int) -> int:
+        """Elements from a sender to a receiver, for each row of x."""
+        return sum([r.size for r in self.rectangles(sender, receiver)])
 
     @cached_property
     def _sizes(self) -> dict[tuple[int, bool], tuple[int, ...]]:

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastkron_py.distributed.agreement import agree
+from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.api import checksums, grid_factors, shape_texts
-from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.grid import ProcessGrid
-from fastkron_py.distributed.replicated import Reduction, as_first, check_reduction, from_first
+from fastkron_py.distributed.replicated import Reduction, as_first, check_reduction, from_first, replicate
+from fastkron_py.distributed.solvers import GridShare
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
-from fastkron_py.kron.operators.algebra import Eigh, SlogDet, log_of, matrices
+from fastkron_py.kron.operators.algebra import Eigh, SlogDet, kron_range, log_of, matrices
 from fastkron_py.kron.operators.lazy import DENSE_LIMIT
 from fastkron_py.kron.operators.pencil import Basis, eigenbasis
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
@@ -63,15 +63,16 @@ class GridOperator(Generic[Local]):
         if grid is not None and not isinstance(grid, ProcessGrid):
             raise type_error("grid", "a ProcessGrid or None", type_name(grid))
         self._grid = ProcessGrid() if grid is None else grid
-        description: dict[str, Any] | Exception
-        try:
-            self._local = _on_grid(make(), self._grid)
+        with refused_by_all(self._grid):
+            self._local = made = make()
+            if made.ndim != 2:
+                raise value_error("factors", "matrices without batch dimensions", f"shape {made.shape}")
+            if made.device != self._grid.device:
+                raise value_error("factors", f"tensors on the grid's device {self._grid.device}", made.device)
             check_reduction(reduction)
             self._reduction = reduction
-            description = {"call": type(self).__name__, **self._shapes(), "dtype of factors": str(self.dtype), "reduction": reduction}
-        except REFUSALS as error:
-            description = error
-        agree(self._grid, description)
+        shapes = self._shapes()
+        agree(self._grid, {"call": type(self).__name__, **shapes, "dtype of factors": str(self.dtype), "reduction": reduction})
 
     def _shapes(self) -> dict[str, Any]:
         """The shapes of the arrays, which ranks compare."""
@@ -115,8 +116,7 @@ class GridOperator(Generic[Local]):
             given = [next(left) if isinstance(o, Tensor) else o for o in options]
             return compute(self._local._with(filled(arrays, tensors[:count])), *given)
 
-        shown = ["a tensor" if isinstance(o, Tensor) else repr(o) for o in options]
-        compared = {"call": call, "arguments": shown, **checksums(factors=self.factors)}
+        compared = self._compared(call, arguments=["a tensor" if isinstance(o, Tensor) else repr(o) for o in options])
         return as_first(self._grid, compared, [*matrices(arrays), *scalars], of)
 
     # ---- properties --------------------------------------------------------------------------
@@ -241,6 +241,22 @@ class GridOperator(Generic[Local]):
         """The eigenvalues of this rank's rows, and the eigenvectors."""
         raise NotImplementedError
 
+    def _rows_and_vectors(
+        self, pairs: Callable[[Local], tuple[list[Any], list[Any]]], combine: Callable[..., Tensor]
+    ) -> tuple[Tensor, list[Any]]:
+        """The eigenvalues of this rank's rows, and matrices whose Kronecker product has the eigenvectors.
+
+        Args:
+            pairs: eigenvalues and eigenvectors of each factor of the operator of one rank, integers for identities'.
+            combine: how the factors' eigenvalues make the operator's.
+        """
+        grid = self._grid
+        found = self._first("eigh", lambda local: [t for part in pairs(local) for t in part])
+        values, vectors = found[: len(found) // 2], found[len(found) // 2 :]
+        if torch.is_grad_enabled() and any([v.requires_grad for v in matrices(values)]):
+            values = filled(values, replicate(matrices(values), grid.group, grid.device, self._reduction))
+        return kron_range(values, *GridShare(grid, of_rows=True).bounds(self.shape[0]), combine), vectors
+
     def eigvalsh(self) -> Tensor:
         """The eigenvalues of `eigh`, in the same order: those of this rank's rows."""
         values: Tensor = self.eigh().eigenvalues
@@ -279,16 +295,3 @@ class GridOperator(Generic[Local]):
         if not name.startswith("_") and hasattr(type(self._local), name):
             raise AttributeError(f"a {type(self).__name__} over a grid has no {name} ({on_one_rank(name)})")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def _on_grid(made: Local, grid: ProcessGrid) -> Local:
-    """The operator of one rank, of matrices on the grid's device.
-
-    Raises:
-        ValueError: batch dimensions, or another device.
-    """
-    if made.ndim != 2:
-        raise value_error("factors", "matrices without batch dimensions", f"shape {made.shape}")
-    if made.device != grid.device:
-        raise value_error("factors", f"tensors on the grid's device {grid.device}", made.device)
-    return made

@@ -2,15 +2,18 @@
 
 A rank that ran out of memory between two exchanges would leave the others waiting. So each rank's free memory travels with the check of
 the arguments, and all ranks come to the same plan, or the same error, before anything is exchanged.
+
+Exchanges are transfers, which autograd records, or go through peer memory: then columns are sent to rows, multiplied where they lie, and
+fetched, and autograd sees one operation. Its backward pass sends dy as the forward pass sends x, and has dx fetched as the result is.
+Only saved rows, and this rank's own columns of dy and dx, are copied. Derivatives of second order take the exchanges that autograd records.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, Final
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -19,18 +22,24 @@ from fastkron_py.distributed.failures import check_plain
 from fastkron_py.distributed.layout import Exchange, Stage, by_rows, chunk_offsets, widths
 from fastkron_py.distributed.plan import Plan, plan
 from fastkron_py.distributed.replicated import tied
+from fastkron_py.distributed.transport.copies import copy
+from fastkron_py.distributed.transport.peer_memory import Chunk, layout_of
 from fastkron_py.distributed.transport.slots import Slots
-from fastkron_py.distributed.transport.transfer import RowGroup, Transfer, Work, finish, start, wave
-from fastkron_py.distributed.whole_rows import WholeRows
+from fastkron_py.distributed.transport.transfer import RowGroup, Transfer, Work, finish, ready_now, start, wave
 from fastkron_py.functional import kron_matmul as local_kron_matmul
+from fastkron_py.kron.into import gradients_into, multiply_into
 from fastkron_py.kron.operators.algebra import matrices
+from fastkron_py.kron.planner import IN_WHOLE, InBlocks
+from fastkron_py.runtime.batching import take
+
+Steps = Generator[None, None, tuple[Transfer, Tensor]]
 
 PLENTY: Final = -1
 """Stands for free memory that nobody looked at: this rank's block is small beside its device."""
 _SMALL: Final = 64
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pipeline:
     """A product, ready to run on this rank's rows.
 
@@ -51,12 +60,6 @@ class Pipeline:
     precision: str | None
     name: str
     slots: Slots | None = None
-    _last: list[tuple[Transfer, Tensor]] = field(default_factory=list)
-    _inner: int = field(init=False)  # columns of x
-    _outer: int = field(init=False)  # and of the result
-
-    def __post_init__(self) -> None:
-        self._inner, self._outer = math.prod(self.plan.problem.inner), math.prod(self.plan.problem.outer)
 
     def run(self, x: Tensor) -> Tensor:
         """Multiply this rank's block ``x [m, columns]``; the result is its block ``[m, columns of the result]``.
@@ -70,16 +73,19 @@ class Pipeline:
             return self._exchanged(x)
         if isinstance(self.alpha, Tensor):  # as the product on one GPU has it
             return self.alpha * replace(self, alpha=1.0).run(x)
-        product = WholeRows(self.plan, self.row_group, slots, self.alpha, self.precision, self.name, self._exchanged_by)
-        return product.run(x, matrices(self.factors), self._width)
+        factors = matrices(self.factors)
+        if torch.is_grad_enabled() and any([t.requires_grad for t in (x, *factors)]):
+            y: Tensor = _Product.apply(self, x, *factors)  # type: ignore[no-untyped-call]
+            return y
+        y = x.new_empty(len(x), self._width)
+        self.forward(x, factors, y, None)
+        return y
 
     def _most_elements(self, rows: int) -> int:
         """Elements that a chunk's exchange brings a rank at most: a row group may have more rows than its even share."""
         return self.plan.most_elements if rows * self.plan.row_groups <= self.plan.problem.m else self.plan.most_elements_of(rows)
 
-    def _exchanged_by(self, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        """The product by other factors."""
-        return replace(self, factors=factors)._exchanged(x)
+    # ---- by exchanges that autograd records ---------------------------------------------------
 
     def _exchanged(self, x: Tensor) -> Tensor:
         """The product by exchanges that autograd records."""
@@ -88,25 +94,35 @@ class Pipeline:
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
         out = None if len(sizes) == 1 else x.new_empty(m * width)
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
-        self._last = []
-        work = self._by_rows if self.plan.by_rows else self._by_stages
+        last: list[tuple[Transfer, Tensor]] = []
+        steps = self._by_rows if self.plan.by_rows else self._by_stages
+
+        def work(part: Tensor, chunk: str, place: Tensor | None) -> Work:
+            transfer, token = yield from steps(part, chunk, place)
+            last.append((transfer, token))
+            if place is not None:  # each chunk is written to its place on arrival
+                yield
+                transfer.receive(place)
+
         wave([work(*chunk) for chunk in zip(x.split(sizes), names, outs, strict=True)])
-        transfers, tokens = zip(*self._last, strict=True)  # autograd shall see one result
-        self._last = []
+        transfers, tokens = zip(*last, strict=True)  # autograd shall see one result
         return finish(transfers, tokens, out).view(m, width)
 
     @property
     def _width(self) -> int:
         """Columns of this rank's block of the result."""
-        return widths(chunk_offsets(self._outer, self.row_group.size))[self.row_group.position]
+        return widths(chunk_offsets(self.plan.problem.columns[1], self.row_group.size))[self.row_group.position]
 
-    def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
+    def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None) -> Steps:
         """All that happens to some rows; pauses while an exchange is under way.
 
         Args:
             x: the rows.
             chunk: how errors call them.
             out: where their result shall be, flat.
+
+        Returns:
+            The last exchange, which has begun, and its token.
         """
         way, rows, block = self.plan.way, x.shape[0], x.reshape(-1)
         if way.first is not None:
@@ -114,38 +130,34 @@ class Pipeline:
             block = start(block, transfer)
             yield
             block = finish([transfer], [block])
-        last = len(way.stages) - 1
+        count = len(way.stages)
         scaled = max(i for i, s in enumerate(way.stages) if self._has_matrices(s))
         for i, stage in enumerate(way.stages):
             if stage.exchange is None:
                 raise ValueError("a pipeline is for two ranks or more")
-            transfer = self._transfer(stage.exchange, rows, f"stage {i + 1} of {last + 1}" + chunk)
+            transfer = self._transfer(stage.exchange, rows, f"stage {i + 1} of {count}" + chunk)
             # No name holds an operand or a product while it is exchanged: memory is for the next chunk.
-            if self._has_matrices(stage):
-                block = self._multiply_slices(block, stage, self.alpha if i == scaled else 1.0)
+            if self._has_matrices(stage):  # slices are rows of a product that needs no other rank
+                own, alpha = self.factors[stage.start : stage.stop], self.alpha if i == scaled else 1.0
+                block = self._multiply(block.view(block.numel() // stage.p, stage.p), own, alpha).view(-1)
             block = start(block, transfer)
-            if i < last:
+            if i + 1 < count:
                 yield
                 block = finish([transfer], [block])
-        yield from self._end(transfer, block, out)
+        return transfer, block
 
-    def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
+    def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None) -> Steps:
         """The same by whole rows, a share of them on each rank."""
-        there, back = by_rows(x.shape[0], self._inner, self._outer, self.row_group.size)
+        inner, outer = self.plan.problem.columns
+        there, back = by_rows(x.shape[0], inner, outer, self.row_group.size)
         arriving = self._transfer(there, 1, "columns to rows" + chunk)
         block = start(x.reshape(-1), arriving)
         yield
-        block = self._multiply(finish([arriving], [block]).view(-1, self._inner), self.factors, self.alpha).view(-1)
+        block = self._multiply(finish([arriving], [block]).view(-1, inner), self.factors, self.alpha).view(-1)
         transfer = self._transfer(back, 1, "rows to columns" + chunk, back=True)
         transfer.into = out
         block = start(block, transfer)
-        yield from self._end(transfer, block, out)
-
-    def _end(self, transfer: Transfer, token: Tensor, out: Tensor | None) -> Work:
-        self._last.append((transfer, token))
-        if out is not None:  # each chunk is written to its place on arrival
-            yield
-            transfer.receive(out)
+        return transfer, block
 
     def _transfer(self, exchange: Exchange, rows: int, label: str, back: bool = False) -> Transfer:
         return Transfer(exchange, self.row_group, rows, f"{self.name}: {label}", back)
@@ -153,14 +165,123 @@ class Pipeline:
     def _has_matrices(self, stage: Stage) -> bool:
         return any([isinstance(f, Tensor) for f in self.factors[stage.start : stage.stop]])
 
-    def _multiply_slices(self, block: Tensor, stage: Stage, alpha: Any) -> Tensor:
-        """Slices are rows of a product that needs no other rank."""
-        factors = self.factors[stage.start : stage.stop]
-        return self._multiply(block.view(block.numel() // stage.p, stage.p), factors, alpha).view(-1)
-
     def _multiply(self, x: Tensor, factors: Sequence[Tensor | int], alpha: Any) -> Tensor:
         x, alpha, *factors = tied((x, alpha, *factors))
         return tied([local_kron_matmul(x, factors, alpha=alpha, precision=self.precision)])[0]  # type: ignore[no-any-return]
+
+    # ---- by whole rows through peer memory ----------------------------------------------------
+
+    def forward(self, x: Tensor, factors: Sequence[Tensor], out: Tensor, saved: dict[int, Tensor] | None) -> None:
+        """Write the product; `saved` gets whole rows of each chunk, which factors' gradients need."""
+
+        def multiply(chunk: int, blocks: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+            if saved is not None:
+                blocks = [_joined(blocks)]
+                saved[chunk] = blocks[0]
+            multiply_into(blocks, factors, outs, self.alpha, self.precision)
+
+        able = self.row_group.blocks
+        self._through_slots(x, out, InBlocks(able.reads or saved is not None, able.writes), False, multiply)
+
+    def backward(
+        self, dy: Tensor, factors: Sequence[Tensor], dx: Tensor | None, needs: Sequence[bool], saved: dict[int, Tensor]
+    ) -> list[Tensor]:
+        """Write dx, and return this rank's part of the gradients of the factors that need one; of half types in float32.
+
+        Args:
+            dy: this rank's columns of the result's gradient.
+            factors: all of them.
+            dx: this rank's columns of x's gradient; None where it is not needed.
+            needs: which factors' gradients are needed.
+            saved: whole rows of each chunk; none where no factor's gradient is needed.
+        """
+        check_plain(f"{self.name}, backward pass", [dy])
+        found: list[Tensor] = []
+
+        def multiply(chunk: int, blocks: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+            if not any(needs):
+                multiply_into(blocks, [f.mT for f in factors], outs, self.alpha, self.precision)
+                return
+            (part,), place = blocks, outs[0] if outs else None
+            gradients = gradients_into(part, saved[chunk], factors, place, needs, self.alpha, self.precision)
+            if found:
+                torch._foreach_add_(found, gradients)
+            else:
+                found.extend(gradients)
+
+        self._through_slots(dy, dx, IN_WHOLE, True, multiply)
+        return found
+
+    def _through_slots(self, x: Tensor, out: Tensor | None, blocks: InBlocks, back: bool, multiply: Callable[..., None]) -> None:
+        """Send x in chunks, have each multiplied by a function of its number, and have the products returned to out.
+
+        Args:
+            x: this rank's columns, of the result's gradient if back.
+            out: this rank's columns of the product, or of dx; None where none returns.
+            blocks: which sides of the multiply are in blocks.
+            back: it is the backward pass.
+            multiply: of a chunk's number, its blocks and those of its product.
+        """
+        ready, sizes, slots = ready_now(x), self.plan.chunk_rows(len(x)), cast(Slots, self.slots)
+        inner, outer = self.plan.problem.columns[:: -1 if back else 1]
+        under_way: list[Chunk] = []
+
+        def work(i: int, part: Tensor, place: Tensor | None) -> Work:
+            text = (f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "") + (", backward pass" if back else "")
+            there = layout_of(len(part), inner, self.row_group.size, blocks.reads)
+            returning = None if out is None else layout_of(len(part), outer, self.row_group.size, blocks.writes)
+            chunk = Chunk(self.row_group, slots, there, returning, f"{self.name}: {{}}{text}", x.dtype)
+            # The first arrival need not wait for multiplies queued after x was ready.
+            chunk.send(part.contiguous(), ready if part.is_contiguous() else None)
+            yield
+            chunk.multiply(partial(multiply, i), place)
+            under_way.append(chunk)
+
+        places = [None] * len(sizes) if out is None else out.split(sizes)
+        wave([work(*chunk) for chunk in zip(range(len(sizes)), x.split(sizes), places, strict=True)])
+        for chunk in under_way:  # not before: no multiply waits for a returned part
+            chunk.finish()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product: Pipeline, x: Tensor, *factors: Tensor) -> Tensor:
+        y, saved = x.new_empty(len(x), product._width), dict[int, Tensor]()
+        product.forward(x, factors, y, saved if any(ctx.needs_input_grad[2:]) else None)
+        ctx.product, ctx.count, ctx.chunks = product, len(factors), list(saved)
+        ctx.save_for_backward(x, *factors, *saved.values())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        product: Pipeline = ctx.product
+        x, *others = ctx.saved_tensors
+        factors, saved = others[: ctx.count], others[ctx.count :]
+        need_x, *needs = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():
+            return None, *_recorded_gradients(product, dy, x, factors, (need_x, *needs))
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+        found = product.backward(dy.contiguous(), factors, dx, needs, dict(zip(ctx.chunks, saved, strict=True)))
+        wanted = [f for f, need in zip(factors, needs, strict=True) if need]
+        found = found or [torch.zeros_like(f) for f in wanted]  # of a rank without rows
+        return None, dx, *take([t.to(f.dtype) for t, f in zip(found, wanted, strict=True)], needs)
+
+
+def _recorded_gradients(product: Pipeline, dy: Tensor, x: Tensor, factors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients that can be differentiated again, of the same product once more."""
+    wanted = [t for t, need in zip((x, *factors), needs, strict=True) if need]
+    return take(torch.autograd.grad(replace(product, factors=factors)._exchanged(x), wanted, dy, create_graph=True), needs)
+
+
+def _joined(blocks: Sequence[Tensor]) -> Tensor:
+    """Blocks of columns as one tensor of its own memory."""
+    whole = blocks[0].new_empty(len(blocks[0]), sum([b.shape[1] for b in blocks]))
+    for place, block in zip(whole.split([b.shape[1] for b in blocks], 1), blocks, strict=True):
+        copy(place, block)
+    return whole
+
+
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def free_memory(x: Tensor) -> int:
@@ -190,7 +311,7 @@ def fitting(chosen: Plan, free: Sequence[int]) -> Plan:
     Raises:
         torch.OutOfMemoryError: no plan for the grid needs as little as there is.
     """
-    width = -(-math.prod(chosen.problem.inner) // chosen.parts)
+    width = -(-chosen.problem.columns[0] // chosen.parts)
     memory = min([f for f in free if f != PLENTY], default=chosen.peak_memory) + chosen.rows(0) * width * chosen.problem.dtype.itemsize
     if chosen.peak_memory <= memory:
         return chosen

@@ -119,9 +119,14 @@ class Problem:
         return self.ps if self.left else self.qs
 
     @property
+    def columns(self) -> tuple[int, int]:
+        """Of x, and of the result; with left rows."""
+        return math.prod(self.inner), math.prod(self.outer)
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of the forward product, factor by factor from the last."""
-        width, total = math.prod(self.inner), 0
+        width, total = self.columns[0], 0
         for i in reversed(range(len(self.ps))):
             p, q = self.inner[i], self.outer[i]
             total += 0 if i in self.identities else 2 * self.m * width * q
@@ -138,8 +143,8 @@ def positive_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     return tuple(int(s) for s in sizes)
 
 
-class TransportModel:
-    """A transport as far as plans know it.
+class Transport:
+    """One way for blocks to go from rank to rank. A new one is a file with a subclass, and a line in `fastkron_py.distributed.transport`.
 
     Attributes:
         name: in plans, and for ``plan(transport=...)``.
@@ -153,10 +158,22 @@ class TransportModel:
     multiplies: bool = False
     slots: int = 0
 
+    def send(self, transfer: Any, local: Any) -> Any:
+        """Begin to send this rank's block, flat and contiguous.
+
+        Returns:
+            The parts under way to this rank. Their method ``receive(transfer, out)`` waits for them and puts them in place: in out or,
+            without it, where they are.
+
+        Raises:
+            CollectiveError: the exchange cannot begin; names the stage. `receive`: it failed.
+        """
+        raise NotImplementedError
+
 
 FALLBACK: Final = "packed"
 DIRECT: Final = "peer memory"
-TRANSPORTS: Final[dict[str, TransportModel]] = {}
+TRANSPORTS: Final[dict[str, Transport]] = {}
 """Transports by name. `fastkron_py.distributed.transport` fills it."""
 
 
@@ -198,8 +215,8 @@ class Plan:
     transport: str = FALLBACK
 
     @property
-    def transport_model(self) -> TransportModel:
-        """The transport, as far as plans know it."""
+    def transport_model(self) -> Transport:
+        """The transport itself."""
         return TRANSPORTS[self.transport]
 
     @property
@@ -254,7 +271,7 @@ class Plan:
         """Every exchange of some rows, in order."""
         if not self.by_rows:
             return [Leg(e, rows) for e in self.way.exchanges]
-        there, back = by_rows(rows, math.prod(self.problem.inner), math.prod(self.problem.outer), self.parts)
+        there, back = by_rows(rows, *self.problem.columns, self.parts)
         return [Leg(there, 1), Leg(back, 1, back=True)]
 
     @property
@@ -299,7 +316,7 @@ class Plan:
     def peak_memory(self) -> int:
         """Bytes of the rank that needs most: x, the result and buffers; with gradients also theirs, and the saved operands."""
         problem, rows, parts = self.problem, self.rows(0), self.parts
-        inner, outer = math.prod(problem.inner), math.prod(problem.outer)
+        inner, outer = problem.columns
         blocks = sum([max(widths(chunk_offsets(n, parts))) for n in (inner, outer)])
         sizes = self.chunk_rows(rows)
         chunk = max(sizes)
@@ -476,7 +493,7 @@ def _made(problem: Problem, grid: tuple[int, int], cuts: tuple[int, ...], chunks
     made = Plan(problem, grid, cuts, 1)
     if made.is_local:  # without an exchange any transport will do
         return made
-    rows, width = made.rows(0), max(math.prod(problem.inner), math.prod(problem.outer))
+    rows, width = made.rows(0), max(problem.columns)
     if chunks is None:
         sent = rows * width // made.parts * (made.parts - 1) // made.parts * problem.dtype.itemsize
         least = CHUNK_BYTES * (2 if problem.gradients else 1)

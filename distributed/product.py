@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.agreement import agree, refuse
+from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.api import Call, kron_matmul_left, multiply
-from fastkron_py.distributed.failures import REFUSALS, CollectiveError
-from fastkron_py.distributed.grid import ProcessGrid, grid_for
+from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call
 from fastkron_py.distributed.operator import GridOperator, checked_arrays, on_one_rank
 from fastkron_py.distributed.replicated import Reduction, replicate
-from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, as_given, right_hand_block, rows_of
+from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, right_hand_block, rows_of
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
-from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, kron_range, matrices, per_factor
+from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, matrices, per_factor
 from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, combined
@@ -79,7 +78,9 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
         """``self (x) other``: an operator of both's factors, on this one's grid and with its reduction."""
-        return self._like(self._local.kron(_local_of(other)))
+        if not isinstance(other, KroneckerProduct):
+            raise type_error("other", "a distributed KroneckerProduct", type_name(other))
+        return self._like(self._local.kron(other._local))
 
     # ---- products -----------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         if isinstance(x, KroneckerProduct):
             return self._like(self._local @ x._local if left else x._local @ self._local)
         call = Call(x, self.factors, reduction=self._reduction, left=left)
-        return multiply(call, grid_for(x, self._grid))
+        return multiply(call, self._grid)
 
     # ---- numbers, the same on every rank --------------------------------------------------------
 
@@ -113,19 +114,13 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             TypeError: float16 or bfloat16 factors.
             ValueError: a factor is not square. Every rank raises each of these.
         """
-        grid = self._grid
 
-        def pairs(k: LocalKroneckerProduct) -> list[Tensor]:
-            found = [part for part in per_factor(k.factors, "eigh", torch.linalg.eigh) if not is_identity(part)]
-            return [*[values for values, _ in found], *[vectors for _, vectors in found]]
+        def pairs(k: LocalKroneckerProduct) -> tuple[list[Any], list[Any]]:
+            found = [(part, part) if is_identity(part) else part for part in per_factor(k.factors, "eigh", torch.linalg.eigh)]
+            return [values for values, _ in found], [vectors for _, vectors in found]
 
-        found = self._first("eigh", pairs)
-        values, vectors = found[: len(found) // 2], found[len(found) // 2 :]
-        share = GridShare(grid, of_rows=True)
-        if torch.is_grad_enabled() and values[0].requires_grad:
-            values = replicate(values, grid.group, grid.device, self._reduction)
-        rows = kron_range(filled(self.factors, values), *share.bounds(self.shape[0]))
-        return Eigh(rows, self._like(LocalKroneckerProduct(filled(self.factors, vectors))))
+        rows, vectors = self._rows_and_vectors(pairs, torch.mul)
+        return Eigh(rows, self._like(LocalKroneckerProduct(vectors)))
 
     # ---- sums with a diagonal -------------------------------------------------------------------
 
@@ -146,13 +141,11 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             >>> rows, columns = grid.block((64, 4))
             >>> x = A.solve(torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device))
         """
-        try:
+        with refused_by_all(self._grid):
             if (isinstance(s, Sequence) and not isinstance(s, str)) or getattr(s, "ndim", 0) != 0:
                 given = type_name(s) if isinstance(s, Sequence) else f"shape {tuple(s.shape)}"
                 raise value_error("s", f"one number over a grid ({on_one_rank('add_diagonal')})", given)
             made = self._local.add_diagonal(s)
-        except REFUSALS as error:
-            refuse(self._grid, error)
         return KroneckerPlusDiagonal._of(made, self._grid, self._reduction)
 
     # ---- solving --------------------------------------------------------------------------------
@@ -173,12 +166,6 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         """
         with without_autocast(self.device):
             return self.inverse()._multiply(b, left=True)
-
-
-def _local_of(other: Any) -> LocalKroneckerProduct:
-    if not isinstance(other, KroneckerProduct):
-        raise type_error("other", "a distributed KroneckerProduct", type_name(other))
-    return other._local
 
 
 class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
@@ -225,7 +212,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
 
     def _multiply(self, x: Any, left: bool) -> Any:
         call = Call(x, self.factors, beta=self._shift, z=x, reduction=self._reduction, left=left)
-        return multiply(call, grid_for(x, self._grid))
+        return multiply(call, self._grid)
 
     def solve(
         self,
@@ -266,8 +253,8 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         Warns:
             RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual.
         """
-        grid = grid_for(b, self._grid)
-        try:
+        grid = grid_of_call(b, self._grid)
+        with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
             check_linalg_dtype(self.factors, "solve")
             stop = stopping(tolerance, max_iterations, progress, self.dtype)
@@ -276,14 +263,13 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             if mask is not None:
                 _check_mask(mask, grid, self.shape[0])
                 check_hermitian(matrices(self.factors), "conjugate gradients")
-        except REFUSALS as error:
-            refuse(grid, error)
         if mask is not None:
-            return as_given(self._iterated(grid, block, mask, stop, preconditioner), b)
+            return as_operand(self._iterated(grid, block, mask, stop, preconditioner), b, b.shape)
         shifted, system = self._system()
         basis = self._basis("solve", grid, block)
         share = GridShare(grid, of_rows=True)
-        return as_given(solve_by_basis(system, block, shifted.parameters, basis, self._values(shifted, basis, share), "s", share), b)
+        x = solve_by_basis(system, block, shifted.parameters, basis, self._values(shifted, basis, share), "s", share)
+        return as_operand(x, b, b.shape)
 
     def _iterated(self, grid: ProcessGrid, b: Tensor, mask: Tensor, stop: Stopping, preconditioner: Any) -> Tensor:
         """By conjugate gradients."""
@@ -368,15 +354,11 @@ def _guarded(function: Callable[[Tensor], Tensor], grid: ProcessGrid) -> Callabl
     """A preconditioner of the caller's, whose errors on one rank all ranks raise."""
 
     def guarded(r: Tensor) -> Tensor:
-        try:
+        with refused_by_all(grid, (Exception,)):
             z: Any = function(r)
             if not isinstance(z, Tensor) or (z.shape, z.dtype, z.device) != (r.shape, r.dtype, r.device):
                 shown = f"{z.dtype} of shape {tuple(z.shape)} on {z.device}" if isinstance(z, Tensor) else type_name(z)
                 raise value_error("preconditioner", f"a function to {r.dtype} of shape {tuple(r.shape)} on {r.device}, as its block", shown)
-        except CollectiveError:
-            raise
-        except Exception as error:
-            refuse(grid, error)
         agree(grid, {"call": "preconditioner"})
         return z
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fastkron_py.distributed.agreement import agree, refuse
+from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.watch import note
@@ -129,11 +129,8 @@ def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Calla
     """
     found: list[Any] = [None]
     if grid.rank == 0:
-        try:
-            with torch.no_grad(), without_autocast(grid.device):
-                found = [tree_map_only(Tensor, Tensor.cpu, compute())]
-        except Exception as error:
-            refuse(grid, error)
+        with refused_by_all(grid, (Exception,)), torch.no_grad(), without_autocast(grid.device):
+            found = [tree_map_only(Tensor, Tensor.cpu, compute())]
     agree(grid, description)
     with stage(f"{description['call']}: results of the first rank", grid.group):
         dist.broadcast_object_list(found, grid.ranks[0], grid.group, grid.device)
@@ -149,11 +146,8 @@ def as_first(
         Exception: an error of the computation on any rank, on every rank; or of the agreement.
         CollectiveError: a rank did not join in time; in the backward pass, too.
     """
-    try:
-        with without_autocast(grid.device):
-            found = list(compute(replicate(tensors, grid.group, grid.device, "first")))
-    except Exception as error:
-        refuse(grid, error)
+    with refused_by_all(grid, (Exception,)), without_autocast(grid.device):
+        found = list(compute(replicate(tensors, grid.group, grid.device, "first")))
     needs = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
     agree(grid, {**description, "arguments that need gradients": needs})
     shared = iter(total([t for t in found if isinstance(t, Tensor)], grid.group, grid.device, "first"))

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fastkron_py.distributed.api import kron_matmul_left
-from fastkron_py.distributed.grid import PLACEMENTS, ProcessGrid
+from fastkron_py.distributed.grid import ProcessGrid, own_block
 from fastkron_py.distributed.layout import chunk_offsets
 from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate, total
 from fastkron_py.kron.operators.cg import Inner
@@ -48,13 +47,13 @@ class GridSystem(SumSystem):
     def by_schur(self, parameters: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
         """Every rank solves for all rows of its columns, by its own Schur forms, and takes its rows."""
         whole, n = super().by_schur(parameters, adjoint), math.prod([f.shape[-1] for f in parameters[: self.size]])
-        start, stop = chunk_offsets(n, self.grid.shape[0])[self.grid.row :][:2]
+        own = self.grid.block((n, 1))[0]
 
         def invert(b: Tensor) -> Tensor:
             rows = b.new_zeros(n, b.shape[1])
-            rows[start:stop] = b
+            rows[own] = b
             all_reduce("solve: rows of b", torch.view_as_real(rows), self.grid.col_group)
-            return whole(rows)[start:stop]
+            return whole(rows)[own]
 
         return invert
 
@@ -131,9 +130,7 @@ def right_hand_block(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -
         TypeError: another array type or dtype.
         ValueError: another shape, device or placement.
     """
-    if isinstance(b, DTensor) and tuple(b.placements) != PLACEMENTS:
-        raise value_error("b", "a matrix placed [Shard(0), Shard(1)]", f"{b.placements}")
-    local = b.to_local() if isinstance(b, DTensor) else b
+    local = own_block("b", b)
     if not isinstance(local, Tensor):
         raise type_error("b", "a torch tensor", type_name(local))
     if local.dtype != dtype:
@@ -144,13 +141,6 @@ def right_hand_block(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -
     if local.ndim != 2 or local.shape[0] != rows:
         raise value_error("b", f"a matrix with {rows} rows, block {grid.row} of {grid.shape[0]}", f"shape {tuple(local.shape)}")
     return local
-
-
-def as_given(x: Tensor, b: Any) -> Any:
-    """This rank's block of a solution as the right-hand side is, a block or a DTensor."""
-    if not isinstance(b, DTensor):
-        return x
-    return DTensor.from_local(x, b.device_mesh, b.placements, run_check=False, shape=b.shape, stride=(b.shape[1], 1))
 
 
 def rows_of(grid: ProcessGrid, size: int) -> int:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -29,24 +29,17 @@ SHARE: Final = 0.9
 KEPT: Final = 256
 
 
-class Event(Protocol):
-    """An event that tells whether a GPU has reached it."""
-
-    def query(self) -> bool:
-        """Whether it has."""
-
-
 class Waiting(NamedTuple):
     """An exchange that a GPU may be waiting for.
 
     Attributes:
         text: its stage.
-        event: after it.
+        event: after it; its `query` tells whether a GPU has reached it.
         since: when it was begun, by `time.monotonic`.
     """
 
     text: str
-    event: Event
+    event: Any
     since: float
 
 
@@ -61,7 +54,7 @@ def note(text: str, device: torch.device, event: torch.cuda.Event | None = None)
         note_event(text, torch.cuda.current_stream(device).record_event() if event is None else event, device)
 
 
-def note_event(text: str, event: Event, device: torch.device | None = None) -> None:
+def note_event(text: str, event: Any, device: torch.device | None = None) -> None:
     """The same for any event."""
     global _thread
     unfinished()  # forgets finished ones

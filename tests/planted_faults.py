@@ -65,7 +65,7 @@ OUT = ("tests/adapters/test_out.py", "tests/kron/test_hadamard.py")
 SLICED = "fastkron_py/kron/kernels/sliced_multiply.py"
 DERIVATIVES = "fastkron_py/kron/derivatives.py"
 CALLS = "fastkron_py/runtime/call_cache.py"
-RANKS = ("tests/distributed/test_kron_matmul.py", "tests/distributed/test_product.py", "tests/distributed/test_kronecker_sum.py")
+RANKS = ("tests/distributed/test_kron_matmul.py", "tests/distributed/test_operators.py")
 PULL = ("tests/distributed/transport/test_pull.py",)
 SLOTS = "distributed/transport/slots.py"
 
@@ -302,7 +302,7 @@ FAULTS = [
         "[p.dtype for p in parts]",
         RANKS,
     ),
-    Fault("distributed/whole_rows.py", "torch._foreach_add_(found, gradients)", "found[:] = gradients", RANKS),
+    Fault("distributed/pipeline.py", "torch._foreach_add_(found, gradients)", "found[:] = gradients", RANKS),
     Fault(
         "distributed/transport/packed.py",
         "return part, local.view(rows, s, g, q).permute(2, 0, 3, 1)",

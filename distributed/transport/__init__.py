@@ -1,4 +1,4 @@
-"""How blocks move between the ranks of a row group: one protocol, `transfer.Transport`, and a file for each transport."""
+"""How blocks move between the ranks of a row group: one class, `plan.Transport`, and a file for each transport."""
 
 from fastkron_py.distributed.plan import TRANSPORTS
 from fastkron_py.distributed.transport.packed import PACKED

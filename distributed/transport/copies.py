@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -77,18 +77,6 @@ class _Parameters(ctypes.Structure):
     )
 
 
-class _View(NamedTuple):
-    """A view of a block, from the block's first element on."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    def of(self, block: Tensor) -> Tensor:
-        """The view of a flat block."""
-        return block.as_strided(self.shape, self.strides, block.storage_offset() + self.offset)
-
-
 class Copy:
     """A copy of a matrix in one block to another block, worked out once for blocks of these layouts, wherever they lie.
 
@@ -108,16 +96,17 @@ class Copy:
 
     def __init__(self, to: Tensor, of: Tensor) -> None:
         self._is_empty = to.numel() == 0
-        self._views = [_View(tuple(t.shape), t.stride(), int(t.storage_offset())) for t in (to, of)]
+        self._views = [(tuple(t.shape), t.stride(), int(t.storage_offset())) for t in (to, of)]
         self._matrix = None if self._is_empty else _matrix(to, of)
 
     def run(self, to: Tensor, of: Tensor, stream: torch.cuda.Stream | None = None) -> None:
         """Copy between flat blocks, on a stream, or on the current one."""
         if self._is_empty or (self._matrix is not None and _copied(self._matrix, to, of, stream)):
             return
-        there, here = self._views
+        pairs = zip((to, of), self._views, strict=True)
+        views = [t.as_strided(shape, strides, t.storage_offset() + offset) for t, (shape, strides, offset) in pairs]
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            copy(there.of(to), here.of(of))
+            copy(*views)
 
 
 def _copied(matrix: _Parameters, to: Tensor, of: Tensor, stream: torch.cuda.Stream | None) -> bool:

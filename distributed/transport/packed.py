@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.layout import Exchange
-from fastkron_py.distributed.plan import FALLBACK
+from fastkron_py.distributed.plan import FALLBACK, Transport
 from fastkron_py.distributed.transport.copies import copy, plain
-from fastkron_py.distributed.transport.transfer import Transfer, Transport, at_source, at_target
+from fastkron_py.distributed.transport.transfer import Transfer, at_source, at_target
 
 
 class Packed(Transport):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastkron_py.distributed.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.layout import Exchange, Leg, Rectangle
-from fastkron_py.distributed.plan import TRANSPORTS, TransportModel
+from fastkron_py.distributed.plan import Transport
 from fastkron_py.distributed.watch import note
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
@@ -27,37 +27,6 @@ LAG: Final = 2
 """Ticks from one step of a chunk to its next."""
 
 Work = Generator[None, None, None]
-
-
-class Arrival(Protocol):
-    """Parts of a transfer that are under way to this rank."""
-
-    def receive(self, transfer: Transfer, out: Tensor | None) -> Tensor:
-        """Wait for the parts and put them in place, in out or, without it, where the channel has them.
-
-        Raises:
-            CollectiveError: the exchange failed; names the stage.
-        """
-
-
-class Transport(TransportModel):
-    """One way for blocks to go from rank to rank: what plans know of it, and how it sends.
-
-    A new one is a file with a subclass, and a line in `fastkron_py.distributed.transport`.
-    """
-
-    def send(self, transfer: Transfer, local: Tensor) -> Arrival:
-        """Begin to send this rank's block, flat and contiguous.
-
-        Raises:
-            CollectiveError: the exchange cannot begin; names the stage.
-        """
-        raise NotImplementedError
-
-
-def transport_of(name: str) -> Transport:
-    """The transport that a plan names."""
-    return cast(Transport, TRANSPORTS[name])
 
 
 @dataclass(frozen=True)
@@ -117,7 +86,7 @@ class Transfer:
     label: str
     back: bool = False
     into: Tensor | None = None
-    arrival: Arrival | None = None  # pending data
+    arrival: Any = None  # pending data
     derivative: Transfer | None = None  # the latest one
     after: tuple[Transfer, Tensor] | None = None  # a transfer to begin, with its block, once this one is received
     text: str = ""  # the stage in errors, once it is known
@@ -127,15 +96,10 @@ class Transfer:
         self.derivative = Transfer(self.exchange, self.row_group, self.rows, f"{self.label}, backward pass", not self.back)
         return self.derivative
 
-    @cached_property
-    def leg(self) -> Leg:
-        """The moved elements, without tensors."""
-        return Leg(self.exchange, self.rows, self.back)
-
     @property
     def size(self) -> int:
         """Elements that this rank has afterwards."""
-        return self.leg.gets(self.row_group.position)
+        return Leg(self.exchange, self.rows, self.back).gets(self.row_group.position)
 
     @property
     def moves(self) -> bool:
@@ -156,7 +120,7 @@ class Transfer:
         """Wait for the parts and put them in place, in out or where they are."""
         if self.arrival is None:
             raise RuntimeError("a transfer is received once, after it was sent")
-        found = self.arrival.receive(self, out)
+        found: Tensor = self.arrival.receive(self, out)
         self.arrival = self.into = None
         if self.after is not None:
             (later, block), self.after = self.after, None

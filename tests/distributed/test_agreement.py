@@ -143,32 +143,3 @@ def test_values_of_every_dtype(ranks: RankPool) -> None:
 
 def test_values_are_compared_on_demand(ranks: RankPool) -> None:
     ranks.run(calls, "factors", check="0")
-
-
-def scalars(what):
-    """Rank 1 has another number; what goes before and after is the same."""
-    size, s = dist.get_world_size(), 2.0 + (dist.get_rank() == 1)
-    grid = ProcessGrid((size, 1))
-    factor = torch.eye(4, dtype=torch.float64, device=grid.device)
-    b = torch.ones(16, 4, dtype=torch.float64)[grid.block((16, 4))].to(grid.device)
-    product, total = KroneckerProduct([factor, factor], grid=grid), KroneckerSum([factor, factor], grid=grid)
-    {
-        "solve": lambda: product.add_diagonal(s).solve(b),
-        "conjugate gradients": lambda: product.add_diagonal(s).solve(b, mask=b[:, 0] > 0),
-        "logdet": lambda: product.add_diagonal(s).logdet(),
-        "product": lambda: product.add_diagonal(s) @ b,
-        "power": lambda: product.matrix_power(int(s)) @ b,
-        "expm": lambda: total.expm(s).detach() @ b,
-        "expm_multiply": lambda: total.expm_multiply(b, s),
-    }[what]()
-
-
-def test_scalars_that_differ(ranks: RankPool) -> None:
-    others = rank_text(r for r in range(ranks.world_size) if r != 1)
-    numbers = [(what, "s", '"{}.0"') for what in ("solve", "conjugate gradients", "logdet")]
-    numbers += [("product", "beta", '"{}.0"')]
-    numbers += [("power", "arguments", '["{}"]'), ("expm", "arguments", '["{}.0"]'), ("expm_multiply", "arguments", '["{}.0"]')]
-    for what, name, text in numbers:
-        for outcome in ranks.outcomes(scalars, what):
-            shown = f"{name}: expected the same on every rank; got {text.format(2)} on {others}; {text.format(3)} on rank 1"
-            assert outcome.message == shown, outcome.trace

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launchers import HERE, MPIEXEC, NO_MPI, start
+from launchers import HERE, mpiexec, start, succeeded
 
 EXAMPLES = HERE.parents[1] / "examples"
 ALONE = [sys.executable, "-W", "error"]
@@ -15,9 +15,7 @@ ALONE = [sys.executable, "-W", "error"]
 
 def launch(launcher: str, size: int) -> list[str]:
     if launcher == "mpiexec":
-        if MPIEXEC is None:
-            pytest.skip(NO_MPI)
-        return [MPIEXEC, "-n", str(size), *ALONE]
+        return [*mpiexec(size), *ALONE]
     if launcher == "torchrun":
         return [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     return ALONE
@@ -26,9 +24,7 @@ def launch(launcher: str, size: int) -> list[str]:
 def run(launcher: str, size: int, name: str, *options: str) -> str:
     if not EXAMPLES.is_dir():
         pytest.skip("the tests run beside an installed package, without the source tree")
-    result = start([*launch(launcher, size), str(EXAMPLES / name), "--backend", "gloo", *options])
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return succeeded(start([*launch(launcher, size), str(EXAMPLES / name), "--backend", "gloo", *options]))
 
 
 def figures(text: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from products import block, grid_for
-from rank_pool import RankPool, assert_refused
+from rank_pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -104,14 +104,6 @@ def test_versions_that_differ(ranks: RankPool) -> None:
         assert outcome.message == f'version of fastkron_py: expected the same on every rank; got "0.0" on {others}; "0.1" on rank 1'
 
 
-def of_a_mesh_and_private():
-    ProcessGrid(ProcessGrid().mesh, private=True)
-
-
-def test_a_mesh_brings_its_groups(ranks: RankPool) -> None:
-    assert_refused(ranks.outcomes(of_a_mesh_and_private), "ValueError", "private: expected False with a mesh, whose groups are used")
-
-
 def over_another_of_two():
     """Rank 1 takes the second of two grids that are alike, as a second thread might."""
     grids = [ProcessGrid() for _ in range(2)]
@@ -170,39 +162,6 @@ def test_a_second_thread_is_refused(own_ranks: RankPool, what: str) -> None:
         assert error.startswith("RuntimeError: ")
         assert expected in error
         assert "unusable after an earlier failure" in failure
-
-
-def refuse(arguments, own):
-    """One rank's arguments differ."""
-    ProcessGrid(**(own if dist.get_rank() == 1 else arguments))
-
-
-REFUSED = [
-    ({"shape": (3, 5)}, "ValueError", "shape: expected GM * GK = 4, the number of ranks; got 3 * 5 = 15"),
-    ({"shape": (-1, -4)}, "ValueError", "shape: expected two positive numbers, GM and GK; got (-1, -4)"),
-    ({"shape": (4,)}, "ValueError", "shape: expected two positive numbers, GM and GK; got (4,)"),
-    ({"shape": 4}, "TypeError", "shape: expected (GM, GK), a DeviceMesh or None; got int"),
-    ({"shape": (2, 2.0)}, "TypeError", "shape: expected (GM, GK), a DeviceMesh or None; got (2, 2.0)"),
-    ({"device": "meta"}, "ValueError", "device: expected cuda or cpu; got meta"),
-    ({"device": 0}, "TypeError", "device: expected a torch device, its name or None; got int"),
-]
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_every_rank_refuses(ranks: RankPool, alone: bool) -> None:
-    for arguments, kind, message in REFUSED:
-        text = message.replace("= 4", f"= {ranks.world_size}") + (" (on rank 1)" if alone else "")
-        for outcome in ranks.outcomes(refuse, {} if alone else arguments, arguments):
-            assert outcome.error == kind
-            assert outcome.message == text
-
-
-def test_shapes_that_differ(ranks: RankPool) -> None:
-    n = ranks.world_size
-    for outcome in ranks.outcomes(refuse, {"shape": (n, 1)}, {"shape": (1, n)}):
-        assert outcome.error == "ValueError"
-        others = rank_text(r for r in range(n) if r != 1)
-        assert outcome.message == f"shape: expected the same on every rank; got [{n}, 1] on {others}; [1, {n}] on rank 1"
 
 
 def copied():
@@ -265,29 +224,3 @@ def there_and_back(shape, m, n):
 def test_scatter_and_gather(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
     for m, n in ((7, 5), (8, 12), (3, 2), (1, 9)):
         ranks.run(there_and_back, grid_shape, m, n)
-
-
-def scatter_otherwise(what):
-    grid = ProcessGrid()
-    wrong = grid.rank == 1
-    if what == "shape":
-        grid.scatter(torch.ones(4 + wrong, 2, device=grid.device))
-    elif what == "no tensor":
-        grid.scatter([1.0] if wrong else torch.ones(4, 2, device=grid.device))
-    elif what == "dtype":
-        grid.gather(torch.ones(1, 2, device=grid.device, dtype=torch.float64 if wrong else torch.float32))
-    else:
-        grid.gather(torch.ones(1 + 2 * wrong, 2, device=grid.device))
-
-
-@pytest.mark.parametrize(
-    ("what", "kind", "message"),
-    [
-        ("shape", "ValueError", "shape of whole: expected the same on every rank; got [4, 2] on rank"),
-        ("no tensor", "TypeError", "whole: expected a torch tensor; got list (on rank 1)"),
-        ("dtype", "ValueError", "dtype of block: expected the same on every rank"),
-        ("cut", "ValueError", "block: expected blocks of a matrix"),
-    ],
-)
-def test_what_scatter_and_gather_refuse(ranks: RankPool, what: str, kind: str, message: str) -> None:
-    assert_refused(ranks.outcomes(scatter_otherwise, what), kind, message)

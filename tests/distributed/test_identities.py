@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from unittest import mock
 
 import numpy as np
@@ -18,13 +17,12 @@ from products import (
     matrices,
     placed,
     planned,
-    problem,
     with_identities,
 )
-from rank_pool import RankPool, assert_refused
+from rank_pool import RankPool
 from torch.distributed.tensor import DTensor, Shard
 
-from fastkron_py.distributed import KroneckerProduct, Problem, ProcessGrid, kron_matmul, plan
+from fastkron_py.distributed import Problem, ProcessGrid, kron_matmul
 
 # ---- products ------------------------------------------------------------------------------------
 
@@ -105,58 +103,6 @@ def test_problems_merge_identities() -> None:
     ):
         with pytest.raises(kind, match=message):
             Problem(8, (2, 3, 2), (2, 4, 2), identities=wrong)
-
-
-# ---- refusals ------------------------------------------------------------------------------------
-
-
-def refused(verb, which, alone):
-    """One rank, or all, with a wrong integer."""
-    grid = ProcessGrid((1, dist.get_world_size()))
-    good: list = [4, torch.eye(3, device=grid.device)]
-    factors = WRONG[which][0](good) if not alone or dist.get_rank() == 1 else good
-    if verb == "KroneckerProduct":
-        KroneckerProduct(factors, grid=grid)
-    else:
-        how = plan(problem(2, (4, (3, 3))), grid.shape) if which == "another plan" else None
-        kron_matmul(
-            torch.ones(grid.block((2, 12))[0].stop, math.ceil(12 / grid.shape[1]), device=grid.device), factors, grid=grid, plan=how
-        )
-
-
-WRONG = {
-    "zero": (
-        lambda good: [0, *good[1:]],
-        "ValueError",
-        "factors[0]: expected a matrix with rows and columns, or a positive integer n for the identity I_n; got 0",
-    ),
-    "negative": (
-        lambda good: [*good[1:], -4],
-        "ValueError",
-        "factors[1]: expected a matrix, or an integer n of 0 or more for the identity I_n; got -4",
-    ),
-    "bool": (lambda good: [True, *good[1:]], "TypeError", "factors[0]: expected a matrix, or an integer n for the identity I_n; got bool"),
-    "float": (lambda good: [4.0, *good[1:]], "TypeError", "factors[0]: expected a torch tensor"),
-    "another size": (lambda good: [8, *good[1:]], "ValueError", "x: expected "),
-    "another plan": (lambda good: [good[1], 4], "ValueError", "plan: expected a plan for factors (3, 4) x (3, 4) with identities (1,), "),
-}
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_every_rank_refuses(ranks: RankPool, alone: bool) -> None:
-    for which, (_, kind, message) in WRONG.items():
-        for verb in ("kron_matmul", "KroneckerProduct") if which not in ("another size", "another plan") else ("kron_matmul",):
-            assert_refused(ranks.outcomes(refused, verb, which, alone), kind, message, alone)
-
-
-def identities_alone():
-    grid = ProcessGrid()
-    KroneckerProduct([3, 4], grid=grid)
-
-
-def test_an_operator_needs_a_matrix(ranks: RankPool) -> None:
-    message = "factors: expected at least one matrix, whose dtype and device the operator has; got identities"
-    assert_refused(ranks.outcomes(identities_alone), "ValueError", message)
 
 
 def in_place():

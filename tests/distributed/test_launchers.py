@@ -16,7 +16,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from launchers import HERE, JOB, LAUNCHERS, MPIEXEC, NO_MPI, clean_environment, start
+from launchers import HERE, JOB, LAUNCHERS, clean_environment, mpiexec, start, succeeded
 from rank_pool import RankPool
 
 from fastkron_py.distributed import init_process_group
@@ -25,8 +25,7 @@ from fastkron_py.distributed.failures import pack_error
 
 
 def reports(result: subprocess.CompletedProcess[str]) -> list[dict]:
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in succeeded(result).splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: line["rank"])
 
 
@@ -58,9 +57,8 @@ def test_torchrun_on_two_nodes() -> None:
     assert found == [e | {"local_rank": 0, "local_world_size": 1} for e in expected("torchrun", 2)]
 
 
-@pytest.mark.skipif(MPIEXEC is None, reason=NO_MPI)
 def test_mpiexec() -> None:
-    assert reports(start([MPIEXEC, "-n", "2", *JOB])) == expected("mpi", 2)
+    assert reports(start([*mpiexec(2), *JOB])) == expected("mpi", 2)
 
 
 @pytest.mark.full
@@ -80,10 +78,9 @@ def test_alone() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(MPIEXEC is None, reason=NO_MPI)
 def test_mpiexec_ends_when_a_rank_raises() -> None:
     """The others wait in a barrier, and would wait in MPI_Finalize for them: mpiexec ends all instead."""
-    result = start([MPIEXEC, "-n", "2", *JOB, "raise-on-rank-1"])
+    result = start([*mpiexec(2), *JOB, "raise-on-rank-1"])
     assert result.returncode != 0
     assert "ValueError: only here" in result.stderr
 

@@ -11,8 +11,7 @@ from products import block, grid_for, make, multiply, single
 from rank_pool import RankPool
 
 from fastkron_py.distributed import Problem, plan
-from fastkron_py.distributed.plan import TRANSPORTS
-from fastkron_py.distributed.transport.transfer import Transport
+from fastkron_py.distributed.plan import TRANSPORTS, Transport
 
 
 class Mail(Transport):

@@ -21,13 +21,13 @@ import torch
 import torch.distributed._symmetric_memory  # torch 2.11 does not import it by itself
 from torch import Tensor
 
-from fastkron_py.distributed import whole_rows
+from fastkron_py.distributed import pipeline
 from fastkron_py.distributed.layout import chunk_offsets
+from fastkron_py.distributed.pipeline import Pipeline
 from fastkron_py.distributed.transport import copies, flags
 from fastkron_py.distributed.transport.packed import PACKED
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
 from fastkron_py.distributed.transport.transfer import RowGroup
-from fastkron_py.distributed.whole_rows import WholeRows
 from fastkron_py.kron.planner import InBlocks
 
 
@@ -181,8 +181,8 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
         mock.patch("torch.distributed._symmetric_memory", symmetric),
         mock.patch.object(flags, "driver_function", return_value=world.flag_operations),
         mock.patch.object(Tensor, "record_stream", nothing),
-        mock.patch.multiple(whole_rows, multiply_into=world.multiply, gradients_into=world.gradients, copy=world.copy),
-        mock.patch.multiple(whole_rows, ready_now=lambda _: world.current.record_event()),
+        mock.patch.multiple(pipeline, multiply_into=world.multiply, gradients_into=world.gradients, copy=world.copy),
+        mock.patch.multiple(pipeline, ready_now=lambda _: world.current.record_event()),
         mock.patch.object(torch, "_foreach_add_", world.add),
         mock.patch.object(copies, "copy", world.copy),
     ):
@@ -194,13 +194,13 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
         yield world
 
 
-def product_of(world: World, size: int, sizes: list[int], columns: int, blocks: InBlocks) -> WholeRows:
+def product_of(world: World, size: int, sizes: list[int], columns: int, blocks: InBlocks) -> Pipeline:
     """Of the rank that is current."""
     world.current = world.mains[world.rank]
-    planned = mock.Mock(chunk_rows=lambda _: sizes, problem=mock.Mock(inner=(columns,), outer=(columns,)))
+    planned = mock.Mock(chunk_rows=lambda _: sizes, problem=mock.Mock(columns=(columns, columns)))
     row_group = RowGroup(mock.Mock(), size, world.rank, PACKED, blocks)
     row_group.__dict__["ranks"] = tuple(range(size))  # which torch would be asked for
-    return WholeRows(planned, row_group, world.slots[world.rank], 1.0, None, "product", mock.Mock())  # type: ignore[arg-type]
+    return Pipeline(planned, row_group, (), 1.0, None, "product", world.slots[world.rank])  # type: ignore[arg-type]
 
 
 def written_late(world: World, x: Tensor) -> None:
