@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fastkron_py
-from benchmarks.adapters.lokr import ANY_RESULT, GRADIENT_TOLERANCES, SCALE, TOLERANCES, error
-from benchmarks.registry import Benchmark, Call, Case, Contender, register
+from benchmarks.adapters.lokr import ANY_RESULT, GRADIENT_TOLERANCES, SCALE, TOLERANCES, contender, error
+from benchmarks.registry import Benchmark, Case, Contender, register
 
 TOKENS, SIZE, FACTOR = 4096, 4096, 8
 
@@ -69,12 +69,13 @@ def by_loop(p: Problem) -> Tensor:
 def expected(p: Problem) -> tuple[Tensor, ...]:
     """The result, or the gradients, in float64."""
     x, w1, *w2 = (t.detach().double().requires_grad_(p.dy is not None) for t in (p.x, p.w1, *p.w2))
-    y = linear(x, p.weight.double())
-    for i in range(len(w1)):
-        rows = (p.index == i).nonzero().squeeze(1)
-        whole = w2[0][i] if len(w2) == 1 else w2[0][i] @ w2[1][i]
-        y = y.index_add(0, rows, SCALE * linear(x[rows], torch.kron(w1[i], whole)))
-    return (y,) if p.dy is None else torch.autograd.grad(y, [x, w1, *w2], p.dy.double())
+    with torch.enable_grad():
+        y = linear(x, p.weight.double())
+        for i in range(len(w1)):
+            rows = (p.index == i).nonzero().squeeze(1)
+            whole = w2[0][i] if len(w2) == 1 else w2[0][i] @ w2[1][i]
+            y = y.index_add(0, rows, SCALE * linear(x[rows], torch.kron(w1[i], whole)))
+        return (y,) if p.dy is None else torch.autograd.grad(y, [x, w1, *w2], p.dy.double())
 
 
 def check(p: Problem, found: Any) -> float:
@@ -85,21 +86,10 @@ def check(p: Problem, found: Any) -> float:
 
 def contenders(gradients: bool) -> list[Contender]:
     """All of them. The layer alone computes something else."""
-
-    def contender(
-        name: str, forward: Callable[[Problem], Tensor], trained: Callable[[Problem], Sequence[Tensor]], **options: Any
-    ) -> Contender:
-        def prepare(p: Problem) -> Call:
-            if not gradients:
-                return lambda: forward(p)
-            return lambda: torch.autograd.grad(forward(p), trained(p), p.dy)
-
-        return Contender(name, prepare, **options)
-
     return [
-        contender("fastkron_py", by_index, lambda p: [p.x, p.w1, *p.w2], is_ours=True),
-        contender("a loop over adapters", by_loop, lambda p: [p.x, p.w1, *p.w2]),
-        contender("layer alone", lambda p: linear(p.x, p.weight), lambda p: [p.x], tolerance=ANY_RESULT),
+        contender(gradients, "fastkron_py", by_index, lambda p: [p.x, p.w1, *p.w2], is_ours=True),
+        contender(gradients, "a loop over adapters", by_loop, lambda p: [p.x, p.w1, *p.w2]),
+        contender(gradients, "layer alone", lambda p: linear(p.x, p.weight), lambda p: [p.x], tolerance=ANY_RESULT),
     ]
 
 

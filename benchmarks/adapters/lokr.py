@@ -144,8 +144,9 @@ Forward = Callable[[Problem], Tensor]
 
 
 def without_lycoris(device: torch.device) -> str | None:
-    """Why LyCORIS's contenders cannot run."""
-    return None if importlib.util.find_spec("lycoris") else "the extra lycoris is not installed"
+    """Why LyCORIS's contenders cannot run: it may be there without toml, which it imports."""
+    missing = [name for name in ("lycoris", "toml") if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(missing)} not installed (the extra lycoris)" if missing else None
 
 
 def by_bypass(backend: str) -> Forward:
@@ -173,33 +174,38 @@ def by_merge(backend: str) -> Forward:
     return forward
 
 
+def contender(
+    gradients: bool, name: str, forward: Callable[[Any], Tensor], trained: Callable[[Any], Sequence[Tensor]], **options: Any
+) -> Contender:
+    """A contender that computes the result, or the gradients of the trained tensors; the runner records none by itself."""
+
+    def prepare(problem: Any) -> Call:
+        if not gradients:
+            return lambda: forward(problem)
+
+        def call() -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                return torch.autograd.grad(forward(problem), trained(problem), problem.dy)
+
+        return call
+
+    return Contender(name, prepare, **options)
+
+
 def contenders(gradients: bool) -> list[Contender]:
     """All of them. The layer alone and LoRA compute something else: their errors are no errors."""
-
-    def contender(name: str, forward: Forward, trained: Callable[[Problem], Sequence[Tensor]], **options: Any) -> Contender:
-        def prepare(problem: Problem) -> Call:
-            if not gradients:
-                return lambda: forward(problem)
-
-            def call() -> tuple[Tensor, ...]:
-                with torch.enable_grad():
-                    return torch.autograd.grad(forward(problem), trained(problem), problem.dy)
-
-            return call
-
-        return Contender(name, prepare, **options)
 
     def first(found: Any) -> Any:  # the other gradients are of other shapes
         return found[:1] if gradients else found
 
     lycoris: dict[str, Any] = {"obstacle": without_lycoris, "seconds": 300.0}
     return [
-        contender("fastkron_py", ours, lambda p: p.trained, is_ours=True),
-        contender("PEFT's formula", by_peft, lambda p: p.trained),
-        *[contender(f"LyCORIS bypass, {b}", by_bypass(b), lambda p: p.trained, **lycoris) for b in ("triton", "torch")],
-        *[contender(f"LyCORIS merge, {b}", by_merge(b), lambda p: p.trained, **lycoris) for b in ("triton", "torch")],
-        contender("layer alone", alone, lambda p: [p.x], tolerance=ANY_RESULT),
-        contender(f"LoRA of rank {LORA_RANK}", with_lora, lambda p: [p.x, *p.lora], tolerance=ANY_RESULT, restore=first),
+        contender(gradients, "fastkron_py", ours, lambda p: p.trained, is_ours=True),
+        contender(gradients, "PEFT's formula", by_peft, lambda p: p.trained),
+        *[contender(gradients, f"LyCORIS bypass, {b}", by_bypass(b), lambda p: p.trained, **lycoris) for b in ("triton", "torch")],
+        *[contender(gradients, f"LyCORIS merge, {b}", by_merge(b), lambda p: p.trained, **lycoris) for b in ("triton", "torch")],
+        contender(gradients, "layer alone", alone, lambda p: [p.x], tolerance=ANY_RESULT),
+        contender(gradients, f"LoRA of rank {LORA_RANK}", with_lora, lambda p: [p.x, *p.lora], tolerance=ANY_RESULT, restore=first),
     ]
 
 

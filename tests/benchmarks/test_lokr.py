@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +12,14 @@ import torch
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
 from benchmarks.adapters import batched
-from benchmarks.adapters.lokr import ANY_RESULT, case, check, check_gradients, contenders, inputs
+from benchmarks.adapters.lokr import ANY_RESULT, case, check, check_gradients, contenders, inputs, without_lycoris
+
+
+@pytest.fixture(autouse=True)
+def _as_the_runner() -> Iterator[None]:
+    """The runner calls contenders where nothing is recorded."""
+    with torch.no_grad():
+        yield
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -44,3 +53,9 @@ def test_contenders_with_many_adapters(gradients: bool, device: torch.device) ->
             assert batched.check(given, found) <= row.tolerance
             moved = tuple(t.roll(1, 0) for t in found) if gradients else found.roll(1, 0)
             assert batched.check(given, moved) > 0.1  # the control
+
+
+def test_what_lycoris_lacks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    for there, missing in (("lycoris toml", None), ("lycoris", "toml"), ("toml", "lycoris"), ("", "lycoris and toml")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=there: name if name in there.split() else None)
+        assert without_lycoris(device) == (missing and f"{missing} not installed (the extra lycoris)")
