@@ -136,8 +136,6 @@ def _indexed_linear(given: Operands, index: Any, scale: Any, precision: str | No
     given = given if dtype is None else _under_autocast(given, dtype)
     check_index(index, given)
     scale = _check(given, scale, precision)[0]
-    if isinstance(scale, Tensor):
-        given, scale = given._replace(w1=given.w1.scaled(scale)), 1.0
     with without_autocast(given.x.device):
         return add_indexed(given, index, scale, precision)
 

@@ -36,40 +36,45 @@ def check_index(index: Any, given: Operands) -> None:
 def add_indexed(given: Operands, index: Tensor, scale: Any, precision: str | None) -> Tensor:
     """``base + scale * x @ kron(w1[i], w2[i]).T`` with each row's i, of arguments that have been checked.
 
-    Rows are sorted by their adapters. W2 multiplies them in one grouped product for all adapters, or two of low rank; w1, which is small,
-    is gathered for each row. Rows without an adapter are zeros of the last one's. torch groups bfloat16 without the host; float16 and
-    float32 wait for it, and in compiled graphs, as other dtypes everywhere, they gather w2 for each row.
+    W2 multiplies rows that are sorted by their adapters; w1, which is small, is gathered for each row, with the scale in it. That of a row
+    without an adapter is 0, and the row is multiplied as one of the first adapter's.
+
+    A bfloat16 row of in and out numbers is read and written 4 times beside the base layer: sorted, multiplied by w2, put back, multiplied
+    by w1; base is added in a fifth pass.
     """
     x, w1, w2, base = given
-    w1 = w1.expanded()
-    adapters, inner, outer = w1.left.shape[0], (w1.size.columns, w2.size.columns), (w1.size.rows, w2.size.rows)
-    index = index.flatten()
-    keys, order = torch.where(index < 0, adapters, index).sort(stable=True)
-    first = w1.left.to(x.dtype)[keys.clamp(max=adapters - 1)]  # [rows, out1, in1]
-    ends = torch.searchsorted(keys, torch.arange(adapters, device=x.device), right=True).to(torch.int32)
-    ends = torch.where(torch.arange(adapters, device=x.device) == adapters - 1, len(keys), ends).to(torch.int32)
-    rows = torch.where((keys < adapters).unsqueeze(1), x.flatten(0, -2)[order], 0.0).unflatten(1, inner)
+    w1, index = w1.expanded(), index.flatten()
+    adapter = index.clamp(0, w1.left.shape[0] - 1)
+    # Gathered in float32, in which the gradients of its rows are summed.
+    wide = (w1.left.to(torch.promote_types(w1.left.dtype, torch.float32)) * scale)[adapter]
+    first = (wide * (adapter == index)[:, None, None]).to(x.dtype)  # [rows, out1, in1]
+    rows = x.flatten(0, -2).unflatten(1, (w1.size.columns, w2.size.columns))
     with torch_products(x, precision):
-        second_first = is_second_first(w1.size, w2.size)
-        rows = first @ _by_second(rows, w2, keys, ends) if second_first else _by_second(first @ rows, w2, keys, ends)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    y = rows.flatten(1)[back].view(*x.shape[:-1], outer[0] * outer[1])
-    return y * scale if base is None else torch.add(base, y, alpha=scale)
+        y = first @ _by_second(rows, w2, adapter) if is_second_first(w1.size, w2.size) else _by_second(first @ rows, w2, adapter)
+    y = y.view(given.result_shape)
+    return y if base is None else base + y
 
 
-def _by_second(rows: Tensor, w2: Factor, keys: Tensor, ends: Tensor) -> Tensor:
-    """Rows ``[rows, n, in2]``, sorted by their adapters, times w2: ``[rows, n, out2]``."""
-    flat, counts = rows.flatten(0, 1), ends * rows.shape[1]
-    for factor in (w2.left,) if w2.right is None else (w2.right, w2.left):
-        matrix = factor.to(rows.dtype).mT  # [adapters, in, out]
-        if rows.dtype != torch.bfloat16 and (rows.dtype not in _GROUPED or torch.compiler.is_compiling()):
-            every = keys.clamp(max=len(matrix) - 1).repeat_interleave(rows.shape[1])
-            flat = torch.bmm(flat.unsqueeze(1), matrix[every]).squeeze(1)
-            continue
+def _by_second(rows: Tensor, w2: Factor, adapter: Tensor) -> Tensor:
+    """Rows ``[rows, n, in2]``, each times its adapter's w2: ``[rows, n, out2]``.
+
+    In one grouped product for all adapters, or two of low rank. torch groups bfloat16 without the host; float16 and float32 wait for it,
+    and in compiled graphs, as other dtypes everywhere, they gather w2 for each row.
+    """
+    matrices = [factor.to(rows.dtype).mT for factor in ((w2.left,) if w2.right is None else (w2.right, w2.left))]  # [adapters, in, out]
+    if rows.dtype != torch.bfloat16 and (rows.dtype not in _GROUPED or torch.compiler.is_compiling()):
+        for matrix in matrices:
+            rows = rows @ matrix[adapter]
+        return rows
+    sorted_adapters, order = adapter.sort(stable=True)
+    numbers = torch.arange(len(w2.left), dtype=adapter.dtype, device=adapter.device)
+    ends = torch.searchsorted(sorted_adapters, numbers, right=True, out_int32=True) * rows.shape[1]
+    flat = rows[order].flatten(0, 1)
+    for matrix in matrices:
         size, step = matrix.shape[2], _ALIGNED // rows.element_size()
         pad = [-flat.shape[1] % step, -size % step]
         if any(pad):
             flat, matrix = torch.nn.functional.pad(flat, (0, pad[0])), torch.nn.functional.pad(matrix.mT, (0, pad[0], 0, pad[1])).mT
-        flat = torch.nn.functional.grouped_mm(flat, matrix, offs=counts)[:, :size]
-    y: Tensor = flat.unflatten(0, rows.shape[:2])
-    return y
+        flat = torch.nn.functional.grouped_mm(flat, matrix, offs=ends)[:, :size]
+    found = flat.unflatten(0, rows.shape[:2])
+    return torch.empty_like(found, memory_format=torch.contiguous_format).index_copy_(0, order, found)

@@ -56,6 +56,18 @@ def test_values_and_gradients(form: str, rank: int | None) -> None:
         assert_close(lokr_linear(x, w1, w2, index=index, scale=0.5).detach(), (want - doubles[-1]).detach(), steps=8)
 
 
+def test_gradients_of_many_rows_are_summed_in_float32() -> None:
+    index = torch.arange(2048) % (ADAPTERS + 1) - 1
+    _, w1, w2, *_ = problem("second_first", torch.bfloat16)
+    x, dy = (torch.randn(len(index), n, dtype=torch.float64).bfloat16() for n in (64, 16))
+    w1.requires_grad_()
+    (dw1,) = torch.autograd.grad(lokr_linear(x, w1, w2, index=index), w1, dy)
+    hidden = (x.double().view(-1, 4, 16) @ w2.double().mT[index]).bfloat16().double()
+    each = (dy.double().view(-1, 2, 8) @ hidden.mT).bfloat16().double() * (index >= 0)[:, None, None]
+    want = torch.zeros_like(w1, dtype=torch.float64).index_add(0, index.clamp(0), each)
+    assert (dw1.double() - want).norm() < 4e-3 * want.norm()
+
+
 def test_bitwise_repeats_autocast_and_compile() -> None:
     x, w1, w2, base, index = problem("second_first", torch.float32)
     want = by_loop(x, w1, w2, base, index)
