@@ -6,14 +6,13 @@ Modules, parameters, their names and their memory stay as they are: nothing that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Final, Self
 
 from torch import nn
 
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
-AppliedT = TypeVar("AppliedT", bound="Applied")
 _SHOWN: Final = 3  # reasons, or kinds of modules, in an error
 _PATCHED: Final = "already patched by use_fastkron"
 _ADAPTERS: Final = ("peft.tuners.", "lycoris.modules.", "fastkron_py.nn.lokr")  # modules of their classes
@@ -24,9 +23,29 @@ class Replacement(nn.Module):
 
     Attributes:
         PREFIX: of the names of the subclasses.
+        ARGUMENT: that the model is, in errors.
+        EXPECTED: the modules that can be changed, in an error.
+        OPTIONS: names of the attributes that a module is given.
     """
 
     PREFIX: ClassVar[str]
+    ARGUMENT: ClassVar[str] = "model"
+    EXPECTED: ClassVar[str]
+    OPTIONS: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def is_candidate(cls, module: Any) -> bool:
+        """Whether a module is of the kind that this is for."""
+        raise NotImplementedError
+
+    @classmethod
+    def obstacle(cls, module: Any) -> str | None:
+        """Why a candidate cannot be changed, or None."""
+        raise NotImplementedError
+
+    @classmethod
+    def on_change(cls, module: Any) -> None:
+        """Called with a module that has been changed, or changed back."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _blank, (type(self).__mro__[1], own_class(self)), self.__getstate__()  # type: ignore[no-untyped-call]
@@ -44,9 +63,9 @@ def replacement_class(replacement: type[Replacement], own: type[nn.Module]) -> t
 
 
 def own_class(module: nn.Module) -> Any:
-    """The class that a module had before it was changed."""
+    """The class of a module, or the one that it had before it was changed."""
     classes = type(module).__mro__
-    return classes[classes.index(Replacement) + 1]
+    return classes[classes.index(Replacement) + 1] if Replacement in classes else classes[0]
 
 
 def _blank(replacement: type[Replacement], own: type[nn.Module]) -> Any:
@@ -67,11 +86,9 @@ class Applied:
         self,
         modules: Mapping[str, nn.Module],
         left_alone: Mapping[str, str],
-        leave: Callable[[nn.Module], None],
         classes: Mapping[str, str],
     ) -> None:
         self._modules = dict(modules)
-        self._leave = leave
         self._classes = dict(classes)  # of all these modules
         self.replaced: tuple[str, ...] = tuple(modules)
         self.left_alone: Mapping[str, str] = dict(left_alone)
@@ -79,10 +96,10 @@ class Applied:
     def close(self) -> None:
         """Change the modules back; a second time has no effect."""
         for module in self._modules.values():
-            self._leave(module)
+            _leave(module)
         self._modules.clear()
 
-    def __enter__(self: AppliedT) -> AppliedT:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,86 +114,72 @@ class Applied:
         return "\n".join([repr(self), *[f"  {count} {line}" for line, count in lines.items()]])
 
 
-class Patch(NamedTuple):
-    """A change of the modules of one kind, in place, and the way back.
+def replace(model: Any, replacement: type[Replacement], *options: Any) -> Applied:
+    """Change a model's modules; none if they were changed before.
 
-    Attributes:
-        argument: that the model is, in errors.
-        expected: the modules that can be changed, in an error.
+    Args:
+        model: to look through.
         replacement: their new forward pass.
-        is_candidate: whether a module is of the kind.
-        obstacle: why a candidate cannot be changed, or None.
-        options: names of the attributes that a module is given.
-        moved: is called with a module that has been changed, or changed back.
+        *options: values of the attributes that it names.
 
-    Functions are those of modules: a model that holds its `Applied` can be pickled.
+    Raises:
+        TypeError: the model is no module.
+        ValueError: no module can be changed: it says why.
     """
+    found: dict[str, nn.Module] = {}
+    left_alone: dict[str, str] = {}
+    classes: dict[str, str] = {}
+    for name, module in _modules(model, replacement.ARGUMENT):
+        if replacement.is_candidate(module):
+            classes[name] = type(module).__name__
+            reason = _PATCHED if isinstance(module, Replacement) else replacement.obstacle(module)
+            if reason is None:
+                found[name] = module
+            else:
+                left_alone[name] = reason
+    if not found and _PATCHED not in left_alone.values():
+        raise value_error(replacement.ARGUMENT, replacement.EXPECTED, reasons(model, left_alone))
+    for module in found.values():
+        module.__dict__.update(zip(replacement.OPTIONS, options, strict=True))
+        module.__class__ = replacement_class(replacement, type(module))
+        replacement.on_change(module)
+    return Applied(found, left_alone, classes)
 
-    argument: str
-    expected: str
-    replacement: type[Replacement]
-    is_candidate: Callable[[Any], bool]
-    obstacle: Callable[[Any], str | None]
-    options: tuple[str, ...] = ()
-    moved: Callable[[nn.Module], None] | None = None
 
-    def apply(self, model: Any, kind: type[AppliedT], *options: Any) -> AppliedT:
-        """Change a model's modules; none if they were changed before.
+def revert_fastkron(model: nn.Module) -> None:
+    """Revert the changes by `use_fastkron`, also in a copy of the model or in one from a file, which have no `Applied`.
 
-        Args:
-            model: to look through.
-            kind: of the result.
-            *options: values of the attributes.
+    Those of PEFT's, LyCORIS's and gated layers: the function is the same in each of these integrations.
 
-        Raises:
-            TypeError: the model is no module.
-            ValueError: no module can be changed: it says why.
-        """
-        found: dict[str, nn.Module] = {}
-        left_alone: dict[str, str] = {}
-        classes: dict[str, str] = {}
-        for name, module in self._modules(model):
-            if self.is_candidate(module):
-                classes[name] = type(module).__name__
-                reason = _PATCHED if isinstance(module, Replacement) else self.obstacle(module)
-                if reason is None:
-                    found[name] = module
-                else:
-                    left_alone[name] = reason
-        if not found and _PATCHED not in left_alone.values():
-            raise value_error(self.argument, self.expected, reasons(model, left_alone))
-        for module in found.values():
-            module.__dict__.update(zip(self.options, options, strict=True))
-            module.__class__ = replacement_class(self.replacement, type(module))
-            self._moved(module)
-        return kind(found, left_alone, self.leave, classes)
+    Args:
+        model: the model, or a part of one; of LyCORIS the network.
 
-    def leave(self, module: nn.Module) -> None:
-        """Change a module back; without effect on one that was not changed."""
-        if isinstance(module, self.replacement):
-            module.__class__ = own_class(module)
-            for name in self.options:
-                module.__dict__.pop(name, None)
-            self._moved(module)
+    Raises:
+        TypeError: no module.
 
-    def _moved(self, module: nn.Module) -> None:
-        if self.moved is not None:
-            self.moved(module)
+    Example:
+        >>> applied = use_fastkron(model)
+        >>> revert_fastkron(copy.deepcopy(model))
+    """
+    for _, module in _modules(model, "model"):
+        _leave(module)
 
-    def revert(self, model: Any) -> None:
-        """Change all modules of a model back.
 
-        Raises:
-            TypeError: the model is no module.
-        """
-        for _, module in self._modules(model):
-            self.leave(module)
+def _leave(module: nn.Module) -> None:
+    """Change a module back; without effect on one that was not changed."""
+    if isinstance(module, Replacement):
+        replacement: type[Replacement] = type(module).__mro__[1]
+        module.__class__ = own_class(module)
+        for name in replacement.OPTIONS:
+            module.__dict__.pop(name, None)
+        replacement.on_change(module)
 
-    def _modules(self, model: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Every module of a model, with its name."""
-        if not isinstance(model, nn.Module):
-            raise type_error(self.argument, "a torch.nn.Module", type_name(model))
-        yield from model.named_modules()
+
+def _modules(model: Any, argument: str) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of a model, with its name."""
+    if not isinstance(model, nn.Module):
+        raise type_error(argument, "a torch.nn.Module", type_name(model))
+    yield from model.named_modules()
 
 
 def reasons(model: nn.Module, left_alone: Mapping[str, str]) -> str:
@@ -195,7 +198,7 @@ def reasons(model: nn.Module, left_alone: Mapping[str, str]) -> str:
 
 def _adapters(model: nn.Module) -> list[str]:
     """The adapters that a model has in place of those that were looked for, for an error."""
-    kinds = [own_class(module) if isinstance(module, Replacement) else type(module) for module in model.modules()]
+    kinds = [own_class(module) for module in model.modules()]
     found = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__module__.startswith(_ADAPTERS)}
     if any([getattr(module, "_lycoris_wrappers", None) for module in model.modules()]):
         found.add("layers of a LyCORIS network: pass that to fastkron_py.integrations.lycoris")

@@ -1,29 +1,98 @@
-"""The forward pass of LyCORIS's LoKr modules without the adapter's weight."""
+"""LyCORIS's LoKr modules without the adapter's weight: their forward pass, which modules get it, and `use_fastkron`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from lycoris.modules.base import is_weight_only_fp8_linear
+from lycoris.modules.lokr import LokrModule
 from torch import Tensor, nn
 
 from fastkron_py.adapters.conv import Kernel, Window
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.norms import magnitude_ratio
 from fastkron_py.integrations.lokr import Adapter, kept_rows
-from fastkron_py.integrations.replacement import Replacement
+from fastkron_py.integrations.replacement import Applied, Replacement, names_read, replace
+from fastkron_py.runtime.errors import type_name
+
+# Names that the two forward passes read in the versions that were tested, 4.0 to 4.1.
+_FORWARD: Final = frozenset(
+    {"module_dropout", "training", "torch", "rand", "org_forward", "wd", "is_weight_only_fp8_linear", "org_module"}
+    | {"bypass_mode", "bypass_forward", "multiplier", "_rebuild_forward"}
+)
+_REBUILD: Final = frozenset(
+    {"org_forward", "_current_weight", "to", "device", "get_weight", "shape", "dtype", "scalar", "wd"}
+    | {"apply_weight_decompose", "multiplier", "op", "kw_dict"}
+)
+
+
+def use_fastkron(network: nn.Module) -> Applied:
+    """Let the LoKr modules of a LyCORIS network compute with `fastkron_py.lokr_linear`, which builds no weight.
+
+    Call it after ``apply_to``, which registers the network's modules. Modules, parameters, their names and their memory stay as
+    they are, and so do saving, merging, the multiplier, rank and module dropout, and weight decomposition, whose norms come from
+    the factors.
+
+    Args:
+        network: a network, or one module of it.
+
+    Returns:
+        The modules replaced, those left alone with the reason, and `close` to revert. A second call replaces no module again.
+
+    Raises:
+        TypeError: no module.
+        ValueError: a network in which there is nothing to replace: it says why.
+
+    Example:
+        >>> network = lycoris.create_lycoris(model, 1.0, linear_dim=16, linear_alpha=16, algo="lokr")
+        >>> network.apply_to()
+        >>> applied = use_fastkron(network)
+        >>> len(applied.replaced)
+        2
+    """
+    return replace(network, FastLoKr)
 
 
 class FastLoKr(Replacement):
     """LyCORIS's ``LokrModule.forward``, by `lokr_linear` and `lokr_conv`."""
 
     PREFIX = "Fast"
+    ARGUMENT = "network"
+    EXPECTED = "LoKr modules of LyCORIS (its network, not the model) that can be replaced"
+
+    @classmethod
+    def is_candidate(cls, module: Any) -> bool:
+        """Whether it is a LoKr module of LyCORIS."""
+        return isinstance(module, LokrModule)
+
+    @classmethod
+    def obstacle(cls, module: Any) -> str | None:
+        """Why a module is left alone, or None."""
+        kind = type(module)
+        if kind is not LokrModule:
+            return f"its class {type_name(module)} is not LyCORIS's LokrModule"
+        if "forward" in module.__dict__:
+            return "its forward was replaced, as for a parametrization"
+        if names_read(kind.forward) != _FORWARD or names_read(kind.__dict__.get("_rebuild_forward")) != _REBUILD:
+            return "its forward is another version's, or was replaced by another library"
+        return _obstacle(module)
+
+    @classmethod
+    def on_change(cls, module: Any) -> None:
+        """Let the layer, or the adapter, that calls the module's forward call the present one."""
+        layer: Any = module.org_module[0]
+        holders: list[tuple[Any, str]] = [(layer, "forward")]
+        holders += [(wrapper, "org_forward") for wrapper in getattr(layer, "_lycoris_wrappers", ())]
+        for holder, name in holders:
+            is_bound_here = getattr(holder.__dict__.get(name), "__self__", None) is module
+            if is_bound_here:
+                setattr(holder, name, module.forward)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[*, in]`` to ``[*, out]``, or a convolution's."""
         module: Any = self
-        if obstacle(module) is not None:
+        if _obstacle(module) is not None:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         is_left_out = bool(module.module_dropout and module.training and torch.rand(1) < module.module_dropout)
         base: Tensor = module.org_forward(x, *args, **kwargs)
@@ -48,7 +117,7 @@ class FastLoKr(Replacement):
         return base + product * adapter.per_channel(rows).to(product.dtype)
 
 
-def obstacle(module: Any) -> str | None:
+def _obstacle(module: Any) -> str | None:
     """Why LyCORIS itself computes a module, or None."""
     if module.kw_dict.get("groups", 1) != 1:
         return f"its convolution has {module.kw_dict['groups']} groups"

@@ -6,7 +6,8 @@
 from fastkron_py.integrations.versions import of_extra
 
 with of_extra("peft", "peft", (0, 18)):
-    from fastkron_py.integrations.peft.apply import revert_fastkron, use_fastkron
     from fastkron_py.integrations.peft.config import lokr_config
+    from fastkron_py.integrations.peft.layers import use_fastkron
+    from fastkron_py.integrations.replacement import revert_fastkron
 
 __all__ = ["lokr_config", "revert_fastkron", "use_fastkron"]

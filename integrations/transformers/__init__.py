@@ -3,8 +3,8 @@
 ``use_fastkron(model)``, or ``with use_fastkron(model):``, is all that is needed. Needs the extra "llm".
 """
 
-from fastkron_py.integrations.replacement import Applied
-from fastkron_py.integrations.transformers.apply import revert_fastkron, use_fastkron
+from fastkron_py.integrations.replacement import Applied, revert_fastkron
+from fastkron_py.integrations.transformers.layers import use_fastkron
 from fastkron_py.integrations.versions import of_extra
 
 with of_extra("llm", "transformers"):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastkron_py.gated.activations.registry import activation_names, find_activation
-from fastkron_py.integrations.replacement import Replacement, own_class
+from fastkron_py.integrations.replacement import own_class
 from fastkron_py.nn.modules import is_hooked
 
 _FAR: Final = 1e6  # beyond the limits of all clamps
@@ -152,7 +152,7 @@ class _Run(NamedTuple):
 
 def _run(module: nn.Module, x: Tensor, values: Mapping[str, Tensor]) -> _Run:
     """Run a module's forward pass, in training, on a copy that shares everything but projections, which return these values."""
-    kind = own_class(module) if isinstance(module, Replacement) else type(module)
+    kind = own_class(module)
     stand_ins = {name: _StandIn(numbers) for name, numbers in values.items()}
     twin = object.__new__(kind)
     twin.__dict__.update(module.__dict__, _modules={**module._modules, **stand_ins}, training=True)

@@ -1,26 +1,94 @@
-"""The gated form of an MLP: the forward pass that `use_fastkron` gives to it."""
+"""Gated MLPs as fused products: their forward pass, which modules get it, and `use_fastkron`."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastkron_py.gated.api import gated_linear, gated_mlp
-from fastkron_py.integrations.replacement import Replacement
+from fastkron_py.gated.api import BACKWARDS, gated_linear, gated_mlp
+from fastkron_py.integrations.replacement import Applied, Replacement, replace
 from fastkron_py.integrations.transformers.adapters import added, base_of
 from fastkron_py.integrations.transformers.form import Form, read_form
-from fastkron_py.nn.modules import is_plain_linear
-from fastkron_py.runtime.checks import HALF_DTYPES
+from fastkron_py.nn.modules import is_hooked, is_plain_linear
+from fastkron_py.runtime.checks import HALF_DTYPES, check_choice, check_precision
+from fastkron_py.runtime.errors import type_name
 
-OPTIONS: Final = ("_fastkron_backward", "_fastkron_precision")
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def use_fastkron(model: nn.Module, *, backward: str = "save", precision: str | None = None) -> Applied:
+    """Let the gated MLPs of a Hugging Face model compute with `fastkron_py.functional.gated_mlp`.
+
+    A module is one if its forward pass is ``scale * down(up(x) * act(gate(x)))``, with two weights for up and gate or one weight for
+    both. That is found by running the forward pass on a few numbers, not by its class: models of other libraries are served too.
+    Numbers such as clamps and multipliers are those that the module has during this call.
+
+    Modules, parameters, their names and their memory stay as they are, so optimizers, states, `save_pretrained` and checkpoints of either
+    are the other's. An MLP whose projections get an adapter or a hook later on, or another activation, computes as before, and so does one
+    with a dropout that is active.
+
+    Args:
+        model: a model, or a part of one, on the device that it is to run on or not.
+        backward: "save" or "recompute", as in `gated_linear`.
+        precision: of products in float32, as in `kron_matmul`.
+
+    Returns:
+        The modules replaced, those left alone with the reason, and `close` to revert; ``print`` shows how many of which class. A second
+        call replaces no module again.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: an unknown backward or precision; a model in which there is nothing to replace: it says why.
+
+    Example:
+        >>> applied = use_fastkron(model)
+        >>> logits = model(input_ids).logits
+        >>> applied.close()
+    """
+    check_choice("backward", backward, BACKWARDS)
+    check_precision(precision)
+    return replace(model, GatedProjections, backward, precision)
 
 
 class GatedProjections(Replacement):
     """The forward pass of a gated MLP, in place of that of the next class."""
 
     PREFIX = "Gated"
+    EXPECTED = "gated MLPs, down(up(x) * act(gate(x))), that can be replaced"
+    OPTIONS = ("_fastkron_backward", "_fastkron_precision")
+
+    @classmethod
+    def is_candidate(cls, module: Any) -> bool:
+        """Whether it looks like a gated MLP."""
+        return read_form(module) is not None
+
+    @classmethod
+    def obstacle(cls, module: Any) -> str | None:
+        """Why an MLP is left alone, or None."""
+        if "forward" in module.__dict__:
+            return "its forward was replaced by another library"
+        form = read_form(module)
+        if form is None or isinstance(form, str):
+            return form
+        bases = {name: base_of(getattr(module, name)) or getattr(module, name) for name in (form.gate, form.up)}
+        for name, linear in bases.items():
+            reason = _projection_obstacle(name, linear)
+            if reason is not None:
+                return reason
+        hooked = [name for name, child in form.others if is_hooked(child)]
+        if hooked:
+            return f"its {hooked[0]} has hooks"
+        return _pair_obstacle(form.gate, form.up, bases[form.gate], bases[form.up])
+
+    @classmethod
+    def on_change(cls, module: Any) -> None:
+        """Give an MLP its form, or, if it has been changed back, take it."""
+        if isinstance(module, GatedProjections):
+            module.__dict__["_fastkron_form"] = read_form(module)
+        else:
+            module.__dict__.pop("_fastkron_form", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """``[..., in]`` to ``[..., out]``."""
@@ -66,9 +134,26 @@ def _operands(layout: str, bases: list[Any], added: Tensor | None) -> dict[str, 
     return {"weight": tuple(weights), "bias": bias if bias.ndim > 2 else tuple(bias.unbind())}
 
 
-def set_form(mlp: Any) -> None:
-    """Give an MLP its form, or, if it has been changed back, take it."""
-    if isinstance(mlp, GatedProjections):
-        mlp.__dict__["_fastkron_form"] = read_form(mlp)
-    else:
-        mlp.__dict__.pop("_fastkron_form", None)
+# ---- obstacles --------------------------------------------------------------------
+
+
+def _projection_obstacle(name: str, linear: Any) -> str | None:
+    if type(linear) is not nn.Linear:
+        return f"its {name} is {type_name(linear)}, an adapter's or a quantised layer"
+    if is_hooked(linear):
+        return f"its {name} has hooks"
+    weight = linear.weight
+    if not is_plain_linear(linear):
+        return f"the weight of its {name} is {type_name(weight)}, no plain parameter"
+    if weight.dtype not in _DTYPES:
+        return f"the weight of its {name} is of dtype {weight.dtype}"
+    return None
+
+
+def _pair_obstacle(gate_name: str, up_name: str, gate: Any, up: Any) -> str | None:
+    for what in ("shape", "dtype", "device"):
+        if getattr(up.weight, what) != getattr(gate.weight, what):
+            return f"its {gate_name} and {up_name} differ in {what}"
+    if (up.bias is None) != (gate.bias is None):
+        return f"only one of its {gate_name} and {up_name} has a bias"
+    return None

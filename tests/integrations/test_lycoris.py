@@ -170,8 +170,8 @@ def test_reasons() -> None:
         use_fastkron(replaced)
     with pytest.raises(ValueError, match=r"got torch.nn.modules.linear.Linear, which has none among its modules \(Linear\)$"):
         use_fastkron(nn.Linear(2, 2))
-    for function in (use_fastkron, revert_fastkron):
-        with pytest.raises(TypeError, match=r"^network: expected a torch.nn.Module; got list$"):
+    for function, argument in ((use_fastkron, "network"), (revert_fastkron, "model")):
+        with pytest.raises(TypeError, match=rf"^{argument}: expected a torch.nn.Module; got list$"):
             function([])  # type: ignore[arg-type]
 
 
