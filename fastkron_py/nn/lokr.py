@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fastkron_py.adapters.api import adapted_linear
-from fastkron_py.adapters.conv import Window, lokr_conv
-from fastkron_py.adapters.factor import Factor, Operands
 from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.lokr_base import LoKrLayer, LoKrOptions
-from fastkron_py.nn.modules import owns_result
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
@@ -132,12 +128,6 @@ class LoKrLinear(LoKrLayer):
         """The size of the result's last dimension."""
         return self._shape[0]
 
-    def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
-        out = base if base is not None and owns_result(self.base_layer) else None
-        kernel = self.second_factor()
-        w2 = Factor(kernel.core) if kernel.left is None else Factor(kernel.left, kernel.core)
-        return adapted_linear(Operands(x, self.first_factor(), w2, base), self.scale, out=out)
-
 
 def _of_base(name: str) -> Any:
     return property(lambda self: getattr(self.base_layer, name), doc=f"The base layer's {name}.")
@@ -254,7 +244,3 @@ class LoKrConv2d(LoKrLayer):
     kernel_size = _of_base("kernel_size")
     in_channels, out_channels, groups = _of_base("in_channels"), _of_base("out_channels"), _of_base("groups")
     stride, padding, dilation, padding_mode = (_of_base(name) for name in ("stride", "padding", "dilation", "padding_mode"))
-
-    def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
-        window = Window.of(self.base_layer)
-        return lokr_conv(x, self.first_factor(), self.second_factor(), window, base=base, scale=self.scale)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastkron_py.adapters.api import result_dtype
-from fastkron_py.adapters.conv import Kernel
-from fastkron_py.adapters.factor import Factor
+from fastkron_py.adapters.adapter import Adapter
+from fastkron_py.adapters.conv import Window
 from fastkron_py.adapters.norms import magnitude_ratio
 from fastkron_py.adapters.plan import split_size
 from fastkron_py.nn.arguments import check_flag, check_positive, check_probability
-from fastkron_py.nn.modules import Configured, is_materialized
+from fastkron_py.nn.modules import Configured, is_materialized, owns_result
 from fastkron_py.runtime.checks import DTYPES, HALF_DTYPES, check_choice, check_integer, check_scalar
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -170,21 +170,10 @@ class LoKrLayer(Configured):
         if (alpha is not read or now != version) and is_materialized(alpha) and not (transforms_active() or is_watching()):
             self._scale, self._read = float(alpha) / self.options.rank, (alpha, now)
 
-    def first_factor(self) -> Factor:
-        """The first factor, ``[out1, in1]`` or a pair, with the terms before them if there are several."""
-        if self.lokr_w1 is not None:
-            return Factor(self.lokr_w1)
-        return Factor(self.lokr_w1_a, self.lokr_w1_b)  # type: ignore[arg-type]
-
-    def second_factor(self) -> Kernel:
-        """The second factor; that of a linear layer is a kernel without a window."""
-        layer: Any = self
-        if self.lokr_w2 is not None:
-            return Kernel(self.lokr_w2)
-        if self.lokr_t2 is not None:
-            return Kernel(self.lokr_t2, layer.lokr_w2_a.mT, layer.lokr_w2_b)
-        window = self._shape[2:]
-        return Kernel(layer.lokr_w2_b.unflatten(1, (-1, *window)) if window else layer.lokr_w2_b, layer.lokr_w2_a)
+    def adapter(self) -> Adapter:
+        """The factors, with the terms before them if there are several, and the scale."""
+        sizes = self._shape[2:]
+        return Adapter.of(partial(getattr, self), self.scale, Window.of(self.base_layer) if sizes else None, sizes)
 
     @property
     def weight(self) -> Any:
@@ -208,9 +197,10 @@ class LoKrLayer(Configured):
 
     def _scaled_factors(self) -> tuple[Tensor, Tensor]:
         """Both factors as matrices, of float32 at least, the first one with the scale: no parameters themselves."""
-        w1, w2 = self.first_factor().expanded().left, self.second_factor().expanded()
+        adapter = self.adapter()
+        w1, w2 = adapter.w1.expanded().left, adapter.w2.expanded()
         wide = torch.promote_types(w1.dtype, torch.float32)
-        return w1.to(wide) * self.scale, w2.to(wide, copy=True)
+        return w1.to(wide) * adapter.scale, w2.to(wide, copy=True)
 
     def _terms(self, w1: Tensor, w2: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The factors of each term."""
@@ -312,11 +302,11 @@ class LoKrLayer(Configured):
             return base
         if not (self.training and (o.dropout or o.rank_dropout)):
             return self._added(x, base)
-        return base + nn.functional.dropout(self._adapted(x, None) * self._kept_rows(base), o.dropout)
+        return base + nn.functional.dropout(self.adapter().product(x) * self._kept_rows(base), o.dropout)
 
     def _added(self, x: Tensor, base: Tensor) -> Tensor:
-        fits = base.dtype == x.dtype or base.dtype == result_dtype(x)  # else a quantised layer's, added as torch adds
-        return self._adapted(x, base) if fits else base + self._adapted(x, None)
+        """The adapter's result plus base; of other dtypes, as of a quantised layer, as torch adds."""
+        return self.adapter().added(x, base, owns_result(self.base_layer))
 
     def _decomposed(self, x: Tensor) -> Tensor:
         """The result of a weight ``(W0 + K) * ratio``: by inputs x is scaled first, by outputs the result without the bias is."""
@@ -334,10 +324,6 @@ class LoKrLayer(Configured):
     def _per_channel(self, t: Tensor) -> Tensor:
         """A number for each output or input, as it multiplies a result or x."""
         return t.view(-1, *[1] * (len(self._shape) - 2))
-
-    def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
-        """The adapter's result, added to base if there is one."""
-        raise NotImplementedError
 
     def _kept_rows(self, base: Tensor) -> Any:
         """Of each output 0 or 1, or with rank_dropout_scale 1 over the mean, in the result's layout."""

@@ -9,10 +9,9 @@ from lycoris.modules.base import is_weight_only_fp8_linear
 from lycoris.modules.lokr import LokrModule
 from torch import Tensor, nn
 
-from fastkron_py.adapters.conv import Kernel, Window
-from fastkron_py.adapters.factor import Factor
+from fastkron_py.adapters.adapter import Adapter, kept_rows
+from fastkron_py.adapters.conv import Window
 from fastkron_py.adapters.norms import magnitude_ratio
-from fastkron_py.integrations.lokr import Adapter, kept_rows
 from fastkron_py.integrations.replacement import Applied, Replacement, names_read, replace
 from fastkron_py.runtime.errors import type_name
 
@@ -98,7 +97,7 @@ class FastLoKr(Replacement):
         base: Tensor = module.org_forward(x, *args, **kwargs)
         if is_left_out:
             return base
-        adapter = _adapter(module)
+        adapter = _adapter(module).fitting(x)
         if module.bypass_mode:
             if isinstance(module.drop, nn.Dropout) and module.training:
                 product: Tensor = module.drop(_scaled(adapter, module.multiplier).product(x))
@@ -132,18 +131,10 @@ def _obstacle(module: Any) -> str | None:
 
 def _adapter(module: Any) -> Adapter:
     """The adapter without the multiplier."""
-    w1 = Factor(module.lokr_w1) if module.use_w1 else Factor(module.lokr_w1_a, module.lokr_w1_b)
-    w1 = w1.scaled(module.scalar)
     window = module.shape[2:]
-    if module.use_w2:
-        w2 = Kernel(module.lokr_w2)
-    elif module.tucker:
-        w2 = Kernel(module.lokr_t2, module.lokr_w2_a.mT, module.lokr_w2_b)
-    else:
-        core = module.lokr_w2_b
-        w2 = Kernel(core.unflatten(1, (-1, *window)) if window else core, module.lokr_w2_a)
     moves = Window(module.kw_dict["stride"], module.kw_dict["padding"], module.kw_dict["dilation"]) if window else None
-    return Adapter(w1, w2, float(module.scale), moves)
+    found = Adapter.of(lambda name: getattr(module, name, None), float(module.scale), moves, window)
+    return found._replace(w1=found.w1.scaled(module.scalar))
 
 
 def _scaled(adapter: Adapter, multiplier: Any) -> Adapter:

@@ -9,9 +9,8 @@ from peft.tuners.lokr.layer import Conv1d, Conv2d, LoKrLayer
 from peft.tuners.lokr.layer import Linear as LoKrLinear
 from torch import Tensor, nn
 
-from fastkron_py.adapters.conv import Kernel, Window
-from fastkron_py.adapters.factor import Factor
-from fastkron_py.integrations.lokr import Adapter, kept_rows
+from fastkron_py.adapters.adapter import Adapter, kept_rows
+from fastkron_py.adapters.conv import Window
 from fastkron_py.integrations.replacement import Applied, Replacement, names_read, replace
 from fastkron_py.nn.modules import owns_result
 from fastkron_py.runtime.errors import type_name
@@ -94,7 +93,7 @@ def _added(layer: Any, name: str, x: Tensor, result: Tensor, overwrites: bool) -
     if _obstacle(layer, name) is not None:
         total: Tensor = result + layer._get_delta_activations(name, x)
         return total
-    adapter = _adapter(layer, name)
+    adapter = _adapter(layer, name).fitting(x)
     rate = layer.rank_dropout[name] if layer.training else 0
     if not rate:
         return adapter.added(x, result, overwrites)
@@ -116,18 +115,10 @@ def _obstacle(layer: Any, name: str) -> str | None:
 
 
 def _adapter(layer: Any, name: str) -> Adapter:
-    w1 = Factor(layer.lokr_w1[name]) if name in layer.lokr_w1 else Factor(layer.lokr_w1_a[name], layer.lokr_w1_b[name])
-    base = None if isinstance(layer, LoKrLinear) else layer.get_base_layer()
-    return Adapter(w1, _kernel(layer, name, base), layer.scaling[name], None if base is None else Window.of(base))
+    def get(parameter: str) -> Any:
+        return getattr(layer, parameter).get(name)
 
-
-def _kernel(layer: Any, name: str, base: Any) -> Kernel:
-    if name in layer.lokr_w2:
-        return Kernel(layer.lokr_w2[name])
-    left, right = layer.lokr_w2_a[name], layer.lokr_w2_b[name]
-    if base is None:
-        return Kernel(right, left)
-    if name in layer.lokr_t2:  # of a Conv1d it has a second window size of 1
-        core = layer.lokr_t2[name]
-        return Kernel(core.view(*core.shape[:2], *base.kernel_size), left.mT, right)
-    return Kernel(right.unflatten(1, (-1, *base.kernel_size)), left)
+    if isinstance(layer, LoKrLinear):
+        return Adapter.of(get, layer.scaling[name])
+    base = layer.get_base_layer()
+    return Adapter.of(get, layer.scaling[name], Window.of(base), base.kernel_size)

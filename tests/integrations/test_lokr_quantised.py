@@ -61,7 +61,7 @@ def test_quantised_by_another_library(name: str) -> None:
     for p in own:
         nn.init.normal_(p, std=0.3)
     x = torch.randn(5, 64)
-    w1, w2 = layer.first_factor().expanded().left.double(), layer.second_factor().expanded().double()
+    w1, w2 = layer.adapter().w1.expanded().left.double(), layer.adapter().w2.expanded().double()
     want = base(x).detach().double() + layer.scale * x.double() @ torch.kron(w1, w2).mT.detach()
     for got in (layer(x), torch.no_grad()(layer)(x)):
         assert_close(got.detach(), want, steps=8)

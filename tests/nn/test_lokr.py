@@ -45,7 +45,7 @@ def operand(layer: Layer, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def weight_of(layer: Layer) -> Tensor:
     """The adapter's weight, by definition."""
-    w1, w2 = layer.first_factor().expanded().left.double(), layer.second_factor().expanded().double()
+    w1, w2 = layer.adapter().w1.expanded().left.double(), layer.adapter().w2.expanded().double()
     pairs = torch.einsum("ac,bd...->abcd...", w1, w2)
     return layer.scale * pairs.reshape(layer.base_layer.weight.shape)  # type: ignore[union-attr, arg-type]
 
@@ -196,7 +196,7 @@ def other(name: str, **options: Any) -> tuple[Layer, nn.Module]:
     for n, p in layer.named_parameters():
         nn.init.normal_(p, std=0.3) if n != "dora_scale" else p.data.mul_(1 + torch.rand_like(p))
     base: Any = copy.deepcopy(layer.base_layer).double()
-    w1, w2 = layer.first_factor().expanded().left.double(), layer.second_factor().expanded().double()
+    w1, w2 = layer.adapter().w1.expanded().left.double(), layer.adapter().w2.expanded().double()
     for a, b in zip(w1, w2, strict=True) if w1.ndim == 3 else [(w1, w2)]:
         base.weight.data += (layer.scale * torch.einsum("ac,bd...->abcd...", a, b)).detach().reshape(base.weight.shape)
     if layer.dora_scale is not None:
@@ -288,7 +288,7 @@ def test_quantised_base_layers(kind: str) -> None:
         for p in own:
             nn.init.normal_(p, std=0.3)
         x = torch.randn(5, 24).to(dtype)
-        w1, w2 = layer.first_factor().expanded().left.double(), layer.second_factor().expanded().double()
+        w1, w2 = layer.adapter().w1.expanded().left.double(), layer.adapter().w2.expanded().double()
         want = layer.scale * (x.double() @ torch.kron(w1, w2).mT).detach()
         for got in (layer(x), torch.no_grad()(layer)(x)):  # float32, as the base layer's result is
             if dtype == torch.float32:

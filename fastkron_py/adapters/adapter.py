@@ -1,7 +1,8 @@
-"""The common parts of the integrations of PEFT and LyCORIS: an adapter's product with an operand, and its place in the result."""
+"""A LoKr adapter as layers have it, ours, PEFT's and LyCORIS's: its factors, its product with an operand, its place in the result."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,25 @@ class Adapter(NamedTuple):
     scale: float
     window: Window | None
 
+    @classmethod
+    def of(cls, get: Callable[[str], Any], scale: float, window: Window | None = None, sizes: tuple[int, ...] = ()) -> Adapter:
+        """The adapter of tensors by LyCORIS's and PEFT's names, such as ``lokr_w2_a``.
+
+        Args:
+            get: the tensor of a name, or None.
+            scale: a number.
+            window: of a convolution.
+            sizes: of the convolution's kernel.
+        """
+        whole1, whole2 = get("lokr_w1"), get("lokr_w2")
+        w1 = Factor(get("lokr_w1_a"), get("lokr_w1_b")) if whole1 is None else Factor(whole1)
+        if whole2 is not None:
+            return cls(w1, Kernel(whole2), scale, window)
+        left, right, core = get("lokr_w2_a"), get("lokr_w2_b"), get("lokr_t2")
+        if core is not None:  # PEFT's of a Conv1d has a second window size of 1
+            return cls(w1, Kernel(core.view(*core.shape[:2], *sizes), left.mT, right), scale, window)
+        return cls(w1, Kernel(right.unflatten(1, (-1, *sizes)) if sizes else right, left), scale, window)
+
     def fitting(self, x: Tensor) -> Adapter:
         """The adapter on x's device, in a dtype that `lokr_linear` takes beside x's."""
 
@@ -40,10 +60,10 @@ class Adapter(NamedTuple):
 
     def product(self, x: Tensor, base: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """The adapter's result, in x's dtype (under autocast, in autocast's), plus base; in out, of a linear layer, if that is given."""
-        own = self.fitting(x)
-        if own.window is not None:
-            return lokr_conv(x, own.w1, own.w2, own.window, base=base, scale=own.scale)
-        return adapted_linear(Operands(x, own.w1, own.w2.factor(), base), own.scale, out=out)
+        if self.window is not None:
+            return lokr_conv(x, self.w1, self.w2, self.window, base=base, scale=self.scale)
+        w2 = Factor(self.w2.core) if self.w2.left is None else Factor(self.w2.left, self.w2.core)
+        return adapted_linear(Operands(x, self.w1, w2, base), self.scale, out=out)
 
     def added(self, x: Tensor, base: Tensor, overwrites: bool = False) -> Tensor:
         """The adapter's result plus base, and written there if base may be; of other dtypes than the result's, as torch adds."""
