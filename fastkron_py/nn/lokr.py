@@ -145,14 +145,6 @@ class LoKrConv2d(LoKrLayer):
         rank: of w2, and with decompose_both of w1.
         factor: as in `LoKrLinear`.
         decompose_both: as in `LoKrLinear`.
-        use_tucker: factorise a w2 of more than one pixel as a core ``[rank, rank, *kernel_size]`` with a matrix on either side.
-        alpha: as in `LoKrLinear`.
-        dropout: as in `LoKrLinear`.
-        rank_dropout: as in `LoKrLinear`.
-        rank_dropout_scale: as in `LoKrLinear`.
-        module_dropout: as in `LoKrLinear`.
-        weight_decompose: as in `LoKrLinear`.
-        wd_on_out: as in `LoKrLinear`.
         stride: as in `torch.nn.Conv2d`.
         padding: as in `torch.nn.Conv2d`.
         dilation: as in `torch.nn.Conv2d`.
@@ -160,6 +152,8 @@ class LoKrConv2d(LoKrLayer):
         device: of all parameters.
         dtype: of the base layer.
         adapter_dtype: as in `LoKrLinear`.
+        **options: alpha, the dropout rates, weight_decompose and wd_on_out of `LoKrLinear`; and use_tucker: factorise a w2 of more than
+            one pixel as a core ``[rank, rank, *kernel_size]`` with a matrix on either side.
 
     Shape:
         x ``[N, in_channels, H, W]`` to ``[N, out_channels, H', W']``, or both without N.
@@ -188,14 +182,6 @@ class LoKrConv2d(LoKrLayer):
         factor: int = -1,
         decompose_both: bool = False,
         *,
-        use_tucker: bool = False,
-        alpha: float | None = None,
-        dropout: float = 0.0,
-        rank_dropout: float = 0.0,
-        rank_dropout_scale: bool = False,
-        module_dropout: float = 0.0,
-        weight_decompose: bool = False,
-        wd_on_out: bool = True,
         stride: int | tuple[int, int] = 1,
         padding: int | tuple[int, int] | str = 0,
         dilation: int | tuple[int, int] = 1,
@@ -203,13 +189,13 @@ class LoKrConv2d(LoKrLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         adapter_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         for name, size in (("in_channels", in_channels), ("out_channels", out_channels)):
             check_positive(name, size)
-        rates = (dropout, rank_dropout, rank_dropout_scale, module_dropout)
-        options = LoKrOptions(rank, factor, decompose_both, alpha, *rates, use_tucker, weight_decompose, wd_on_out).checked()
+        given = LoKrOptions(rank, factor, decompose_both, **options).checked()
         base = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, bias=bias, device=device, dtype=dtype)
-        super().__init__(base, base.weight.shape, options, adapter_dtype)
+        super().__init__(base, base.weight.shape, given, adapter_dtype)
 
     @classmethod
     def from_conv(cls, layer: nn.Conv2d, rank: int, *, adapter_dtype: torch.dtype | None = None, **options: Any) -> LoKrConv2d:

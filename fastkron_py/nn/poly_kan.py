@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fastkron_py.kan.api import LUT_SIZE, poly_kan, usable_bounds
 from fastkron_py.kan.bases.registry import find_basis
-from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
 from fastkron_py.runtime.backend import backend
 from fastkron_py.runtime.checks import check_integer
@@ -79,9 +78,11 @@ class PolyKANLinear(EdgeFunctions):
             if check_integer(name, size) < 1:
                 raise value_error(name, "at least 1", size)
         super().__init__(
+            (out_features, in_features),
             in_features,
             degree,
             basis,
+            bias=bias,
             basis_parameters=basis_parameters,
             normalization=normalization,
             momentum=momentum,
@@ -92,9 +93,6 @@ class PolyKANLinear(EdgeFunctions):
             dtype=dtype,
         )
         self.in_features, self.out_features = in_features, out_features
-        self.coefficients = nn.Parameter(torch.empty(degree + 1, out_features, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if check_flag("bias", bias) else None
-        self.reset_parameters()
 
     @torch.no_grad()
     def update_grid(self, x: Tensor) -> None:

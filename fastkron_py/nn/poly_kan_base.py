@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastkron_py.kan.api import LUT_SIZE, check_arguments, check_real, own_bounds, poly_kan, usable_bounds
 from fastkron_py.kan.bases.registry import find_basis
+from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.modules import Configured, is_materialized
 from fastkron_py.nn.running_range import RecentBounds, is_set
 from fastkron_py.runtime.checks import check_integer, check_precision, check_real_dtype
@@ -24,18 +25,19 @@ class EdgeFunctions(Configured):
     """Learned functions in one basis, of inputs whose range may be followed; layers say which input goes to which output.
 
     Args:
+        shape: ``[outputs, inputs, ...]`` of the coefficients of each function of the basis.
         features: inputs with a range of their own.
-        degree: as in `poly_kan`, and so the rest.
-        basis: as in `PolyKANLinear`, and so the rest.
+        degree: as in `PolyKANLinear`, and so the rest.
+        basis: of the functions.
+        bias: add a learned number to each output.
         basis_parameters: of the basis.
-        normalization: None for the basis's default. A second run by `torch.utils.checkpoint` has the range of the first if that is among
-            the layer's latest 4,096 calls, or the latest that take 1 MiB (16 bytes an input in float32) if these are fewer, but always 64.
+        normalization: None is the basis's own.
         momentum: of the running range.
-        evaluation: recurrence or table.
+        evaluation: "recurrence" or "lut".
         lut_size: of the table.
         precision: of float32 products.
-        device: of the buffers.
-        dtype: of the buffers.
+        device: of the parameters.
+        dtype: of the parameters.
     """
 
     coefficients: nn.Parameter
@@ -45,10 +47,12 @@ class EdgeFunctions(Configured):
 
     def __init__(
         self,
+        shape: tuple[int, ...],
         features: int,
         degree: int,
         basis: str,
         *,
+        bias: bool = False,
         basis_parameters: Mapping[str, float] | None = None,
         normalization: str | None = None,
         momentum: float = 0.1,
@@ -79,6 +83,9 @@ class EdgeFunctions(Configured):
             self._recent = RecentBounds()
         else:
             self.low = self.high = None  # no buffers: torch.export miscounts behind one that is None
+        self.coefficients = nn.Parameter(torch.empty(degree + 1, *shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if check_flag("bias", bias) else None
+        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

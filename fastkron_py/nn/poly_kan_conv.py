@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.kan.api import LUT_SIZE
-from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -25,22 +22,15 @@ class PolyKANConv2d(EdgeFunctions):
         in_channels: of x, a multiple of groups.
         out_channels: of y, a multiple of groups.
         kernel_size: an integer, or (height, width).
-        degree: as in `PolyKANLinear`, and so all that is not named here.
-        basis: of the functions.
+        degree: as in `PolyKANLinear`.
+        basis: as in `PolyKANLinear`.
         stride: an integer, or a pair.
         padding: zeros around x, whose functions count as any other number's: an integer, a pair, "valid" (none) or "same", which keeps
             height and width for strides of 1.
         dilation: an integer, or a pair.
         groups: number of parts of the channels, each with outputs of its own.
-        bias: add a learned ``[out_channels]``.
-        basis_parameters: of the basis.
-        normalization: of each number by itself; "minmax" follows a range for each channel, "layer_norm" is over the channels of a pixel.
-        momentum: of the running range.
-        evaluation: recurrence or table.
-        lut_size: of the table.
-        precision: of float32 products.
-        device: of the parameters.
-        dtype: of the parameters.
+        **options: of `PolyKANLinear`: bias, basis_parameters, normalization, momentum, evaluation, lut_size, precision, device, dtype.
+            The normalization "minmax" follows a range for each channel, and "layer_norm" is over the channels of a pixel.
 
     Shape:
         x ``[N, in_channels, H, W]`` or ``[in_channels, H, W]`` to ``[N, out_channels, H', W']`` or ``[out_channels, H', W']``, with
@@ -68,44 +58,19 @@ class PolyKANConv2d(EdgeFunctions):
         padding: int | tuple[int, int] | str = 0,
         dilation: int | tuple[int, int] = 1,
         groups: int = 1,
-        bias: bool = False,
-        basis_parameters: Mapping[str, float] | None = None,
-        normalization: str | None = None,
-        momentum: float = 0.1,
-        evaluation: str = "recurrence",
-        lut_size: int = LUT_SIZE,
-        precision: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         if check_integer("groups", groups) < 1:
             raise value_error("groups", "at least 1", groups)
         for name, size in (("in_channels", in_channels), ("out_channels", out_channels)):
             if check_integer(name, size) < 1 or size % groups:
                 raise value_error(name, "at least 1" if groups == 1 else f"a positive multiple of groups {groups}", size)
-        super().__init__(
-            in_channels,
-            degree,
-            basis,
-            basis_parameters=basis_parameters,
-            normalization=normalization,
-            momentum=momentum,
-            evaluation=evaluation,
-            lut_size=lut_size,
-            precision=precision,
-            device=device,
-            dtype=dtype,
-        )
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size = _pair("kernel_size", kernel_size, 1)
-        self.stride = _pair("stride", stride, 1)
-        self.dilation = _pair("dilation", dilation, 1)
+        kernel = _pair("kernel_size", kernel_size, 1)
+        super().__init__((out_channels, in_channels // groups, *kernel), in_channels, degree, basis, **options)
+        self.in_channels, self.out_channels, self.groups, self.kernel_size = in_channels, out_channels, groups, kernel
+        self.stride, self.dilation = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
         self.padding = padding
         self._around = self._padded(padding)
-        shape = (degree + 1, out_channels, in_channels // groups, *self.kernel_size)
-        self.coefficients = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if check_flag("bias", bias) else None
-        self.reset_parameters()
 
     def _padded(self, padding: Any) -> tuple[int, int, int, int]:
         """Zeros (left, right, above, below)."""
