@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -20,30 +19,6 @@ from fastkron_py.runtime.checks import DTYPES
 from fastkron_py.runtime.device import gpu_of
 
 CUPY_DISTRIBUTIONS: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device that tensors can live on."""
-
-    device: str
-    name: str
-    capability: str | None
-    memory_bytes: int | None
-    record: str | None = None
-    """Name of the record whose figures choose kernels and launches; None for a CPU."""
-    measured: bool | None = None
-    """Whether those figures were measured, not estimated from a data sheet."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The backend that "auto" takes for tensors of one dtype on one device."""
-
-    device: str
-    dtype: str
-    backend: str
-    why: str
 
 
 def installed(*distributions: str) -> str | None:
@@ -78,17 +53,18 @@ def host_memory() -> int | None:
         return None
 
 
-def devices() -> list[Device]:
-    """The CPU, then every CUDA device."""
-    found = [Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", None, host_memory())]
+def devices() -> list[dict[str, Any]]:
+    """The CPU, then every CUDA device; its record's figures choose kernels, measured or estimated from a data sheet."""
+    names = ("device", "name", "capability", "memory_bytes", "record", "measured")
+    found: list[tuple[Any, ...]] = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", None, host_memory(), None, None)]
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         capability, gpu = f"{properties.major}.{properties.minor}", gpu_of(torch.device("cuda", i))
-        found.append(Device(f"cuda:{i}", properties.name, capability, properties.total_memory, gpu.name, gpu.is_measured))
-    return found
+        found.append((f"cuda:{i}", properties.name, capability, properties.total_memory, gpu.name, gpu.is_measured))
+    return [dict(zip(names, each, strict=True)) for each in found]
 
 
-def choice(device: str, dtype: torch.dtype) -> Choice:
+def choice(device: str, dtype: torch.dtype) -> dict[str, str]:
     """The backend that "auto" takes for this dtype on this device."""
     sample = torch.empty(1, dtype=dtype, device=device)
     taken = choose_backend("auto", sample)
@@ -98,7 +74,7 @@ def choice(device: str, dtype: torch.dtype) -> Choice:
             why += ", as Triton's compiler says: none was run on AMD's GPUs"
     else:
         why = triton_obstacle(sample) or 'Triton\'s interpreter is for tests: "auto" never takes it, backend("triton") does'
-    return Choice(device, str(dtype).removeprefix("torch."), taken, why)
+    return {"device": device, "dtype": str(dtype).removeprefix("torch."), "backend": taken, "why": why}
 
 
 def caches() -> dict[str, str]:
@@ -128,11 +104,11 @@ def report() -> dict[str, Any]:
     found = devices()
     return {
         "versions": versions(),
-        "devices": [asdict(d) for d in found],
+        "devices": found,
         "backend": {
             "requested": requested_backend(),
             "triton_interpreter": is_interpreting(),
-            "auto": [asdict(choice(d.device, dtype)) for d in found for dtype in DTYPES],
+            "auto": [choice(d["device"], dtype) for d in found for dtype in DTYPES],
         },
         "caches": caches(),
         "call_cache": call_cache(),

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -297,13 +297,14 @@ class _Places:
     def of(self, name: str, adapter: _Adapter) -> list[tuple[_Place, _Adapter]]:
         """The places of an adapter of a file, with the part that each gets."""
         for candidate in _candidates(name):
-            found = self._named(candidate) or self._split(candidate)
-            if found is not None:
-                if len(found) == 1:
-                    return [(_Place(found[0]), adapter)]
-                sizes = [_shape(self.layers[layer])[0] for layer in found]
-                parts = cut_rows(adapter.tensors, sizes)
-                return [(_Place(layer), adapter._replace(tensors=part)) for layer, part in zip(found, parts, strict=True)]
+            for each in ([candidate], *_splits(candidate)):
+                named = [self._named(own) for own in each]
+                if all(named):
+                    layers = [layer for found in named for layer in found]
+                    parts = [adapter.tensors]
+                    if len(layers) > 1:
+                        parts = cut_rows(adapter.tensors, [_shape(self.layers[layer])[0] for layer in layers])
+                    return [(_Place(layer), adapter._replace(tensors=part)) for layer, part in zip(layers, parts, strict=True)]
             place = self._part(candidate)
             if place is not None:
                 return [(place, adapter)]
@@ -317,7 +318,8 @@ class _Places:
                 parent, _, own = each.rpartition(".")
                 setattr(self._modules[parent], own, layer)
 
-    def _named(self, candidate: str) -> tuple[str, ...] | None:
+    def _named(self, candidate: str) -> tuple[str, ...]:
+        """The layers that a name stands for: one, by the caller's names several, or none."""
         given = self._names.get(candidate)
         if given is not None:
             wanted = (given,) if isinstance(given, str) else tuple(given)
@@ -325,33 +327,10 @@ class _Places:
             if missing:
                 raise value_error(f"names[{candidate!r}]", "layers of the model that can have an adapter", ", ".join(missing))
             return wanted
-        if candidate in self.layers:
-            return (self._first[self.layers[candidate]],)
-        found = self._underscored.get(candidate, [])
+        found = [candidate] if candidate in self.layers else self._underscored.get(candidate, [])
         if len(found) > 1:
             raise value_error(candidate, "a name of one layer: pass names=", f"that of {' and '.join(found)}")
-        return tuple([self._first[self.layers[layer]] for layer in found]) or None
-
-    def _all(self, candidates: Sequence[str]) -> tuple[str, ...] | None:
-        found = [self._named(candidate) for candidate in candidates]
-        return tuple([layer[0] for layer in found if layer]) if all(found) else None
-
-    def _split(self, candidate: str) -> tuple[str, ...] | None:
-        """The layers of the model that share the rows of one layer of the file."""
-        block = _FLUX_BLOCK.fullmatch(candidate)
-        if block is not None:
-            kind, number, tail = block.groups()
-            for option in _FLUX[kind].get(tail.replace(".", "_"), ()):
-                found = self._all([f"{_FLUX_HEADS[kind]}.{number}.{own}" for own in option.split()])
-                if found is not None:
-                    return found
-        for fused, groups in _FUSED.items():
-            stem = _stem(candidate, fused)
-            for group in groups if stem is not None else ():
-                found = self._all([f"{stem}{own}" for own in group])
-                if found is not None:
-                    return found
-        return None
+        return tuple([self._first[self.layers[layer]] for layer in found])
 
     def _part(self, candidate: str) -> _Place | None:
         """The layer of the model, some of whose rows are a layer of the file."""
@@ -359,8 +338,8 @@ class _Places:
             for group in groups:
                 for i, own in enumerate(group):
                     stem = _stem(candidate, own)
-                    found = None if stem is None else self._named(f"{stem}{fused}")
-                    if found is not None:
+                    found = () if stem is None else self._named(f"{stem}{fused}")
+                    if found:
                         return _Place(found[0], i, len(group))
         return None
 
@@ -380,6 +359,18 @@ def _candidates(name: str) -> list[str]:
     for prefixes in (_DOTTED, _UNDERSCORED, _DOTTED):
         found += [name.removeprefix(p) for name in found for p in prefixes if name.startswith(p)]
     return list(dict.fromkeys(found))
+
+
+def _splits(candidate: str) -> Iterator[list[str]]:
+    """Names of layers that may share the rows of one layer of the file."""
+    block = _FLUX_BLOCK.fullmatch(candidate)
+    if block is not None:
+        kind, number, tail = block.groups()
+        for option in _FLUX[kind].get(tail.replace(".", "_"), ()):
+            yield [f"{_FLUX_HEADS[kind]}.{number}.{own}" for own in option.split()]
+    for fused, groups in _FUSED.items():
+        stem = _stem(candidate, fused)
+        yield from [[f"{stem}{own}" for own in group] for group in (groups if stem is not None else ())]
 
 
 def _stem(candidate: str, own: str) -> str | None:

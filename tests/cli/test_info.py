@@ -19,6 +19,8 @@ from fastkron_py.runtime.backend import _gpu_obstacle
 from fastkron_py.runtime.checks import DTYPES
 from fastkron_py.runtime.device import gpu_of
 
+CHOICE = {"dtype": "float32", "backend": "triton", "why": "a reason"}
+
 
 def test_info_as_text(runner: CliRunner) -> None:
     result = runner.invoke(app, ["info"])
@@ -40,7 +42,7 @@ def test_info_as_text(runner: CliRunner) -> None:
 def test_info_states_each_reason_once(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {torch.float32: "one", torch.float64: "two"}
     monkeypatch.setattr(
-        environment, "choice", lambda device, dtype: environment.Choice(device, str(dtype), "torch", reasons.get(dtype, "zero"))
+        environment, "choice", lambda device, dtype: dict(CHOICE, device=device, dtype=str(dtype), why=reasons.get(dtype, "zero"))
     )
     output = runner.invoke(app, ["info"], env={"COLUMNS": "200"}).output
     assert [output.count(reason) for reason in ("zero", "one", "two")] == [1 + torch.cuda.device_count()] * 3
@@ -71,7 +73,7 @@ def test_info_names_the_record_in_use(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(environment, "choice", lambda device, dtype: environment.Choice(device, "float32", "triton", "a reason"))
+    monkeypatch.setattr(environment, "choice", lambda device, dtype: dict(CHOICE, device=device))
     gpu_of.cache_clear()
     try:
         text, data = (runner.invoke(app, arguments).output for arguments in (["info"], ["info", "--json"]))
@@ -100,13 +102,13 @@ def test_reasons_on_amd(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch
         found = choice("cuda:0", dtype)
     finally:
         _gpu_obstacle.cache_clear()
-    assert (found.backend, why in found.why) == (taken, True), found
+    assert (found["backend"], why in found["why"]) == (taken, True), found
 
 
 @pytest.mark.gpu
 def test_reasons_on_a_gpu() -> None:
-    assert choice("cuda", torch.float32).backend == "triton"
-    assert choice("cuda", torch.complex64).backend == "triton"
+    assert choice("cuda", torch.float32)["backend"] == "triton"
+    assert choice("cuda", torch.complex64)["backend"] == "triton"
 
 
 def test_bytes_and_seconds() -> None:
