@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +33,17 @@ def refuse_older(name: str, first: tuple[int, ...]) -> None:
     found = installed(name)
     if found is not None and release(found) < first:
         raise ImportError(f"{name}: expected version {'.'.join(map(str, first))} or newer; got {found}")
+
+
+def untested(tested: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
+    """The installed packages outside of ranges, from a first version on, up to but without a second; None if there are none."""
+    complaints = []
+    for name, (first, beyond) in tested.items():
+        found = installed(name)
+        if found is not None and not first <= release(found) < beyond:
+            lower, upper = (".".join(map(str, bound)) for bound in (first, beyond))
+            complaints.append(f"{name} {found} (tested: >={lower},<{upper})")
+    return ", ".join(complaints) or None
 
 
 @contextmanager

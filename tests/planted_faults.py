@@ -90,7 +90,7 @@ FAULTS = [
     Fault("fastkron_py/kan/api.py", '"poly_kan", basis, normalization, evaluation,', '"poly_kan", basis, normalization, "",', VERBS),
     # Results in given memory.
     Fault(
-        "fastkron_py/adapters/into.py",
+        "fastkron_py/adapters/operator.py",
         "    increment_version(out)",
         "    pass",
         ("tests/adapters/test_out.py", "tests/contracts -k lokr", "tests/adapters/test_lokr_linear.py"),

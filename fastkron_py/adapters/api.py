@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastkron_py.adapters import into, operator
+from fastkron_py.adapters import operator
 from fastkron_py.adapters.batched import add_indexed, check_index
-from fastkron_py.adapters.composed import add_product
+from fastkron_py.adapters.composed import add_product, add_terms, has_terms
 from fastkron_py.adapters.factor import Factor, Operands, check_factor, labelled, loaded
-from fastkron_py.adapters.terms import add_terms, has_terms
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
@@ -174,7 +173,7 @@ def _checked_product(given: Operands, scale: Any, precision: str | None, key: Ha
         base, target = (None if t is None else t.unsqueeze(0) for t in (given.base, out))
         given = given._replace(x=x.unsqueeze(0), base=base)
     if target is not None and not is_sum and can_write(given.present, target, given.base is not None):
-        into.write(given, scale, precision, target, None if is_vector else key)
+        operator.write(given, scale, precision, target, None if is_vector else key)
         return out  # type: ignore[return-value]
     # The key of a call with out is that of a program that writes there; this one does not.
     y = product(given, scale, precision, key if out is None and not is_vector else None)

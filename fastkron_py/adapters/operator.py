@@ -9,20 +9,24 @@ Derivatives of gradients, and everything inside of torch.func's transforms and f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fastkron_py.adapters import program
 from fastkron_py.adapters.composed import add_product
-from fastkron_py.adapters.factor import Factor
+from fastkron_py.adapters.factor import Factor, Operands
 from fastkron_py.adapters.program import COUNT
+from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.batching import vmap_by_sample
+from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.operator import DY, GradientCall, Operator, Saved
 from fastkron_py.runtime.operator_pair import gradient_operator
+from fastkron_py.runtime.program import Program
 
 _TENSORS = "Tensor x, Tensor left1, Tensor? right1, Tensor left2, Tensor? right2"
 
@@ -76,3 +80,29 @@ lokr_linear_backward = gradient_operator(
     context=lambda dy, options: without_autocast(dy.device),
     scalars=(COUNT,),
 )
+
+
+# ---- results in given memory, which may be the base layer's: no other memory of the result's size ----
+
+
+def write(given: Operands, scale: float, precision: str | None, out: Tensor, key: Hashable) -> None:
+    """Write ``base + scale * x @ kron(w1, w2).T`` to out, where `can_write` of `runtime.checks` allows it; arguments have been checked.
+
+    A call whose out is base is kept by this key, if there is one.
+    """
+    is_base = out is given.base
+    tensors = given.present if is_base else [*given.present, out]
+    options = (scale, 0.0 if given.base is None else 1.0, precision, requested_backend())
+    full = ("lokr_linear_into", is_base, *[t is None for t in given.listed], scale == 1, precision, *about(tensors), given.x.device)
+    made = CACHE.program(full, lambda: program.forward(given.listed, options, out=out))
+    made(tensors, options[:2])
+    increment_version(out)  # a backward pass that has saved base raises, as after torch's own writes
+    if is_base and key is not None:
+        CACHE.keep(key, tensors, made, partial(_in_place, made), options, "lokr_linear")
+
+
+def _in_place(made: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Tensor:
+    """Run a program whose out is base, the last of the tensors."""
+    made(given, options[:2])
+    increment_version(given[-1])
+    return given[-1]

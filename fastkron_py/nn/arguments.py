@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 from fastkron_py.runtime.checks import check_integer
@@ -34,9 +35,17 @@ def check_probability(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_pair(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, Any]:
+    """Accept one value, which stands for two, or a pair of them."""
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(pair) != 2:
+        raise type_error(name, "one value or a pair of them", value)
+    return check(name, pair[0]), check(name, pair[1])
+
+
 def check_interval(name: str, value: Any) -> tuple[float, float]:
     """Accept two finite numbers, the first below the second."""
-    expected = "(low, high), low below high"
+    expected = "finite (low, high), low below high"
     pair = tuple(value) if isinstance(value, tuple | list) else ()
     if len(pair) != 2 or not all([isinstance(v, numbers.Real) and not isinstance(v, bool) for v in pair]):
         raise type_error(name, expected, value)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fastkron_py.gated.activations.registry import find_gate
 from fastkron_py.gated.api import BACKWARDS, LAYOUTS, gated_linear, gated_mlp, pack_gated, unpack_gated
-from fastkron_py.nn.arguments import check_flag
+from fastkron_py.nn.arguments import check_flag, check_positive
 from fastkron_py.nn.modules import EXTRA, Configured, is_plain_linear
-from fastkron_py.runtime.checks import check_choice, check_integer, check_precision
+from fastkron_py.runtime.checks import check_choice, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 # Names of (gate, up, down) in checkpoints of others: Hugging Face's, and Llama's own.
@@ -80,8 +80,7 @@ class GatedMLP(Configured):
         super().__init__()
         out_features = in_features if out_features is None else out_features
         for name, size in (("in_features", in_features), ("hidden_features", hidden_features), ("out_features", out_features)):
-            if check_integer(name, size) < 1:
-                raise value_error(name, "at least 1", size)
+            check_positive(name, size)
         check_flag("bias", bias)
         check_choice("layout", layout, LAYOUTS)
         check_choice("backward", backward, BACKWARDS)

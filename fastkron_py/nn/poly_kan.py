@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastkron_py.kan.api import LUT_SIZE, poly_kan, usable_bounds
 from fastkron_py.kan.bases.registry import find_basis
+from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
 from fastkron_py.runtime.backend import backend
 from fastkron_py.runtime.checks import check_integer
@@ -75,8 +76,7 @@ class PolyKANLinear(EdgeFunctions):
         dtype: torch.dtype | None = None,
     ) -> None:
         for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if check_integer(name, size) < 1:
-                raise value_error(name, "at least 1", size)
+            check_positive(name, size)
         super().__init__(
             (out_features, in_features),
             in_features,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastkron_py.nn.arguments import check_pair, check_positive
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -60,15 +61,14 @@ class PolyKANConv2d(EdgeFunctions):
         groups: int = 1,
         **options: Any,
     ) -> None:
-        if check_integer("groups", groups) < 1:
-            raise value_error("groups", "at least 1", groups)
+        check_positive("groups", groups)
         for name, size in (("in_channels", in_channels), ("out_channels", out_channels)):
-            if check_integer(name, size) < 1 or size % groups:
-                raise value_error(name, "at least 1" if groups == 1 else f"a positive multiple of groups {groups}", size)
-        kernel = _pair("kernel_size", kernel_size, 1)
+            if check_positive(name, size) % groups:
+                raise value_error(name, f"a multiple of groups {groups}", size)
+        kernel = check_pair("kernel_size", kernel_size, check_positive)
         super().__init__((out_channels, in_channels // groups, *kernel), in_channels, degree, basis, **options)
         self.in_channels, self.out_channels, self.groups, self.kernel_size = in_channels, out_channels, groups, kernel
-        self.stride, self.dilation = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
+        self.stride, self.dilation = check_pair("stride", stride, check_positive), check_pair("dilation", dilation, check_positive)
         self.padding = padding
         self._around = self._padded(padding)
 
@@ -83,7 +83,7 @@ class PolyKANConv2d(EdgeFunctions):
                 raise value_error("padding", "numbers, since 'same' is for strides of 1", f"'same' with stride {self.stride}")
             height, width = (d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True))
             return width // 2, width - width // 2, height // 2, height - height // 2
-        above, left = _pair("padding", padding, 0)
+        above, left = check_pair("padding", padding, _check_zeros)
         return left, left, above, above
 
     @torch.no_grad()
@@ -147,11 +147,7 @@ class PolyKANConv2d(EdgeFunctions):
         return f"{shown}{more}, {self._described()}"
 
 
-def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
-    if isinstance(value, tuple | list) and len(value) != 2:
-        raise value_error(name, "an integer or a pair of them", f"{len(value)} numbers")
-    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    first, second = (check_integer(name, v) for v in pair)
-    if min(first, second) < least:
-        raise value_error(name, f"at least {least}", value)
-    return first, second
+def _check_zeros(name: str, value: Any) -> int:
+    if check_integer(name, value) < 0:
+        raise value_error(name, "at least 0", value)
+    return int(value)

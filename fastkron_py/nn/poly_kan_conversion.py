@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fastkron_py.kan.api import check_real
+from fastkron_py.nn.arguments import check_interval, check_positive
 from fastkron_py.nn.modules import is_materialized
 from fastkron_py.nn.poly_kan import PolyKANLinear
 from fastkron_py.nn.poly_kan_base import check_range
@@ -80,10 +80,9 @@ class SplineKANLinear(PolyKANLinear):
         base_activation: nn.Module | None = None,
         **options: Any,
     ) -> None:
-        if check_integer("grid_size", grid_size) < 1:
-            raise value_error("grid_size", "at least 1", grid_size)
+        check_positive("grid_size", grid_size)
         _check_order("order", check_integer("order", order))
-        self.grid_range = _checked_range(grid_range)
+        self.grid_range = check_interval("grid_range", grid_range)
         if base_activation is not None and not callable(base_activation):
             raise type_error("base_activation", "a module", type_name(base_activation))
         spline: dict[str, Any] = {"basis_parameters": {"order": order}, "normalization": "none"}
@@ -150,15 +149,6 @@ class SplineKANLinear(PolyKANLinear):
     def extra_repr(self) -> str:
         """The text of ``print(layer)``."""
         return f"{self.in_features}, {self.out_features}, grid_size={self.grid_size}, order={self.order}, bias={self.bias is not None}"
-
-
-def _checked_range(grid_range: Any) -> tuple[float, float]:
-    if not isinstance(grid_range, tuple | list) or len(grid_range) != 2:
-        raise type_error("grid_range", "a pair (lowest, highest)", grid_range)
-    low, high = (check_real(f"grid_range[{i}]", bound) for i, bound in enumerate(grid_range))
-    if not low < high:
-        raise value_error("grid_range", "a lower and a higher number", grid_range)
-    return low, high
 
 
 def from_chebykan(source: nn.Module | Mapping[str, Tensor] | Tensor, **options: Any) -> PolyKANLinear:

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from fastkron_py.integrations.gpytorch import interpolation
 from fastkron_py.integrations.gpytorch.operators import adopt
-from fastkron_py.integrations.gpytorch.versions import untested
+from fastkron_py.integrations.versions import untested
 from fastkron_py.runtime.errors import type_error, type_name, warn
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+TESTED: Final = {"linear_operator": ((0, 6), (0, 7)), "gpytorch": ((1, 14), (1, 16))}  # from the first on, up to but without the second
 
 
 class _State:
@@ -203,7 +204,7 @@ class use_fastkron:  # noqa: N801
         self._unclaimed: _State | None = self._push()
 
     def _push(self) -> _State:
-        found = untested() if self._enabled else None
+        found = untested(TESTED) if self._enabled else None
         if found is not None:
             warn(f"use_fastkron has no effect: it does not support {found}", UserWarning)
         state = _State(self._enabled and found is None, self, _current.get())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,21 +10,14 @@ from torch import Tensor, nn
 
 from fastkron_py.integrations.timm.checkpoint import RELEASED_VERSION, renamed
 from fastkron_py.nn import GRKAN, GroupRational
-from fastkron_py.nn.arguments import check_flag, check_probability
+from fastkron_py.nn.arguments import check_flag, check_pair, check_probability
 from fastkron_py.nn.modules import is_hooked
 from fastkron_py.rational.api import layer_norm_rational, rational_linear
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import type_name, value_error
 
 # torch.fx, with which features are extracted, records calls of these, and does not look into them.
 torch.fx.wrap("layer_norm_rational")
 torch.fx.wrap("rational_linear")
-
-
-def _pair(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, Any]:
-    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    if len(pair) != 2:
-        raise type_error(name, "one value or a pair of them", value)
-    return check(name, pair[0]), check(name, pair[1])
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
@@ -91,17 +84,17 @@ class KATMlp(GRKAN):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        biases = _pair("bias", bias, check_flag)
+        biases = check_pair("bias", bias, check_flag)
         if biases[0] != biases[1]:
             raise value_error("bias", "the same for both layers", biases)
         if norm_layer is not None:
             raise value_error("norm_layer", "None: this MLP has no norm between its layers", type_name(norm_layer))
-        first, second = _pair("drop", drop, check_probability)
+        first, second = check_pair("drop", drop, check_probability)
         options: dict[str, Any] = {"num_groups": num_groups, "degrees": degrees, "version": version, "init": act_init}
         options |= {"share_numerator": share_numerator, "bias": biases[0], "device": device, "dtype": dtype}
         super().__init__(in_features, hidden_features, out_features, dropout=first, **options)
         self.drop2 = nn.Dropout(second)
-        self.recompute: tuple[bool, bool] = _pair("recompute", recompute, check_flag)
+        self.recompute: tuple[bool, bool] = check_pair("recompute", recompute, check_flag)
 
     def forward(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``.

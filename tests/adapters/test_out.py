@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import lokr_linear, reference
-from fastkron_py.adapters import into
+from fastkron_py.adapters import operator
 from fastkron_py.testing import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex128]
@@ -30,7 +30,7 @@ def wanted(x: Tensor, w1, w2, base: Tensor | None, scale: float) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_out_has_the_result(case: LoKrCase, backend_name, device, generator, monkeypatch) -> None:
     written: list[bool] = []
-    monkeypatch.setattr(into, "write", lambda *given, write=into.write: (written.append(True), write(*given)))
+    monkeypatch.setattr(operator, "write", lambda *given, write=operator.write: (written.append(True), write(*given)))
     for dtype in DTYPES:
         x, w1, w2, base = lokr_problem(case, dtype, device, generator)
         expected = wanted(x, w1, w2, base, 0.5)
@@ -75,7 +75,7 @@ def test_memory_that_a_program_may_not_write_to(backend_name, device, generator)
 
 
 def test_an_x_that_is_base_is_not_written_while_it_is_read(backend_name, device, monkeypatch) -> None:
-    monkeypatch.setattr(into, "write", lambda *given: pytest.fail("x was written"))
+    monkeypatch.setattr(operator, "write", lambda *given: pytest.fail("x was written"))
     w1, w2, own = torch.randn(2, 2, device=device), torch.randn(3, 3, device=device), torch.randn(5, 6, device=device)
     expected = wanted(own, w1, w2, own.clone(), 1.0)
     lokr_linear(own, w1, w2, base=own, out=own)

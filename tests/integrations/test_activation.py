@@ -13,7 +13,8 @@ import torch
 from gpytorch.kernels import GridKernel
 from linear_operator.operators import InterpolatedLinearOperator, KroneckerProductLinearOperator
 
-from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, use_fastkron, versions
+from fastkron_py.integrations import versions
+from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, use_fastkron
 from fastkron_py.integrations.gpytorch.activation import is_active
 
 PLACES = (

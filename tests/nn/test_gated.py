@@ -161,9 +161,9 @@ def test_begins_like_linear_layers() -> None:
 
 
 BAD: dict[str, Refusal] = {
-    "in_features": value(lambda: GatedMLP(0, 2), "in_features: expected at least 1; got 0"),
-    "hidden_features": wrong_type(lambda: GatedMLP(2, 2.5), "hidden_features: expected an integer; got float"),  # type: ignore[arg-type]
-    "out_features": value(lambda: GatedMLP(2, 2, 0), "out_features: expected at least 1; got 0"),
+    "in_features": value(lambda: GatedMLP(0, 2), "in_features: expected a positive integer; got 0"),
+    "hidden_features": wrong_type(lambda: GatedMLP(2, 2.5), "hidden_features: expected a positive integer; got float"),  # type: ignore[arg-type]
+    "out_features": value(lambda: GatedMLP(2, 2, 0), "out_features: expected a positive integer; got 0"),
     "bias": wrong_type(lambda: GatedMLP(2, 2, bias=1), "bias: expected True or False; got int"),  # type: ignore[arg-type]
     "activation": value(
         lambda: GatedMLP(2, 2, activation="swoosh"),

@@ -77,8 +77,8 @@ def test_plot() -> None:
 
 
 BAD: dict[str, Refusal] = {
-    "in_features": value(lambda: PolyKANLinear(0, 2, 3), "in_features: expected at least 1; got 0"),
-    "out_features": wrong_type(lambda: PolyKANLinear(2, 2.5, 3), "out_features: expected an integer; got float"),  # type: ignore[arg-type]
+    "in_features": value(lambda: PolyKANLinear(0, 2, 3), "in_features: expected a positive integer; got 0"),
+    "out_features": wrong_type(lambda: PolyKANLinear(2, 2.5, 3), "out_features: expected a positive integer; got float"),  # type: ignore[arg-type]
     "degree": value(lambda: PolyKANLinear(2, 2, 0), "degree: expected 1 to 64; got 0"),
     "high degree": value(lambda: PolyKANLinear(2, 2, 65), "degree: expected 1 to 64; got 65"),
     "momentum": value(lambda: PolyKANLinear(2, 2, 3, momentum=0), "momentum: expected a number above 0, up to 1; got 0"),

@@ -68,9 +68,9 @@ def test_ranges_and_norms_are_of_channels() -> None:
 
 
 BAD: dict[str, Refusal] = {
-    "kernel": value(lambda: PolyKANConv2d(2, 2, (3, 3, 3), 3), "kernel_size: expected an integer or a pair of them; got 3 numbers"),  # type: ignore[arg-type]
-    "no kernel": value(lambda: PolyKANConv2d(2, 2, 0, 3), "kernel_size: expected at least 1; got 0"),
-    "stride": wrong_type(lambda: PolyKANConv2d(2, 2, 3, 3, stride=1.5), "stride: expected an integer; got float"),  # type: ignore[arg-type]
+    "kernel": wrong_type(lambda: PolyKANConv2d(2, 2, (3, 3, 3), 3), "kernel_size: expected one value or a pair of them; got (3, 3, 3)"),  # type: ignore[arg-type]
+    "no kernel": value(lambda: PolyKANConv2d(2, 2, 0, 3), "kernel_size: expected a positive integer; got 0"),
+    "stride": wrong_type(lambda: PolyKANConv2d(2, 2, 3, 3, stride=1.5), "stride: expected a positive integer; got float"),  # type: ignore[arg-type]
     "padding": value(lambda: PolyKANConv2d(2, 2, 3, 3, padding=-1), "padding: expected at least 0; got -1"),
     "padding by name": value(
         lambda: PolyKANConv2d(2, 2, 3, 3, padding="full"), "padding: expected an integer, a pair, 'valid' or 'same'; got 'full'"
@@ -79,9 +79,9 @@ BAD: dict[str, Refusal] = {
         lambda: PolyKANConv2d(2, 2, 3, 3, padding="same", stride=2),
         "padding: expected numbers, since 'same' is for strides of 1; got 'same' with stride (2, 2)",
     ),
-    "groups": value(lambda: PolyKANConv2d(2, 3, 3, 3, groups=2), "out_channels: expected a positive multiple of groups 2; got 3"),
-    "no groups": value(lambda: PolyKANConv2d(2, 2, 3, 3, groups=0), "groups: expected at least 1; got 0"),
-    "channels": value(lambda: PolyKANConv2d(0, 2, 3, 3), "in_channels: expected at least 1; got 0"),
+    "groups": value(lambda: PolyKANConv2d(2, 3, 3, 3, groups=2), "out_channels: expected a multiple of groups 2; got 3"),
+    "no groups": value(lambda: PolyKANConv2d(2, 2, 3, 3, groups=0), "groups: expected a positive integer; got 0"),
+    "channels": value(lambda: PolyKANConv2d(0, 2, 3, 3), "in_channels: expected a positive integer; got 0"),
     "degree": value(lambda: PolyKANConv2d(2, 2, 3, 0), "degree: expected 1 to 64; got 0"),
     "x": value(lambda: PolyKANConv2d(2, 2, 3, 3)(torch.randn(1, 3, 5, 5)), "x: expected [N, 2, H, W] or [2, H, W]; got shape (1, 3, 5, 5)"),
     "small x": value(

@@ -276,11 +276,12 @@ BAD: dict[str, Refusal] = {
         "source: expected efficient-kan's base_weight, spline_weight, grid; got 'weight'",
     ),
     "no model": wrong_type(lambda: convert_kan([1]), "source: expected a module or a state_dict; got list"),  # type: ignore[arg-type]
-    "grid size": value(lambda: SplineKANLinear(3, 4, 0), "grid_size: expected at least 1; got 0"),
+    "grid size": value(lambda: SplineKANLinear(3, 4, 0), "grid_size: expected a positive integer; got 0"),
     "spline order": value(lambda: SplineKANLinear(3, 4, 5, 4), "order: expected splines of order 1, 2 or 3; got order 4"),
-    "no range": wrong_type(lambda: SplineKANLinear(3, 4, grid_range=5), "grid_range: expected a pair (lowest, highest); got 5"),  # type: ignore[arg-type]
+    "no range": wrong_type(lambda: SplineKANLinear(3, 4, grid_range=5), "grid_range: expected finite (low, high), low below high; got 5"),  # type: ignore[arg-type]
     "infinite range": value(
-        lambda: SplineKANLinear(3, 4, grid_range=(0.0, float("inf"))), "grid_range[1]: expected a finite number; got inf"
+        lambda: SplineKANLinear(3, 4, grid_range=(0.0, float("inf"))),
+        "grid_range: expected finite (low, high), low below high; got (0.0, inf)",
     ),
     "activation": (
         lambda: SplineKANLinear(3, 4, base_activation=5),  # type: ignore[arg-type]
@@ -289,7 +290,7 @@ BAD: dict[str, Refusal] = {
     ),
     "edge": value(lambda: SplineKANLinear(3, 4).edge(4, 0, GRID[0]), "output: expected 0 to 3; got 4"),
     "range": value(
-        lambda: SplineKANLinear(3, 4, grid_range=(1.0, 1.0)), "grid_range: expected a lower and a higher number; got (1.0, 1.0)"
+        lambda: SplineKANLinear(3, 4, grid_range=(1.0, 1.0)), "grid_range: expected finite (low, high), low below high; got (1.0, 1.0)"
     ),
 }
 
