@@ -26,7 +26,6 @@ from fastkron_py.integrations.versions import untested
 from fastkron_py.runtime.errors import type_error, type_name, warn
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 TESTED: Final = {"linear_operator": ((0, 6), (0, 7)), "gpytorch": ((1, 14), (1, 16))}  # from the first on, up to but without the second
 
 
@@ -55,74 +54,64 @@ def is_active() -> bool:
 # ---- hooks -------------------------------------------------------------------------------------
 
 
-def _adopting(constructor: Callable[..., Any]) -> Callable[..., Any]:
+def _hooked(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ours with the original before its arguments."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
+    return call
+
+
+def _construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     """A constructor after which a Kronecker product is one of ours, where the integration is on."""
-
-    @functools.wraps(constructor)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        constructor(self, *args, **kwargs)
-        if is_active():
-            adopt(self)
-
-    return construct
+    original(self, *args, **kwargs)
+    if is_active():
+        adopt(self)
 
 
-def _interpolating(product: Callable[..., Any], ours: Callable[[Any, Tensor], Tensor]) -> Callable[..., Any]:
+def _matmul(original: Callable[..., Any], self: Any, rhs: Any) -> Any:
     """An interpolated operator's product with sparse matrices that are made once, where its base is ours."""
-
-    @functools.wraps(product)
-    def multiply(self: Any, rhs: Any) -> Any:
-        return ours(self, rhs) if interpolation.takes(self, rhs) else product(self, rhs)
-
-    return multiply
+    return interpolation.matmul(self, rhs) if interpolation.takes(self, rhs) else original(self, rhs)
 
 
-def _without_needless_gradients(derivative: Callable[..., Any]) -> Callable[..., Any]:
+def _t_matmul(original: Callable[..., Any], self: Any, rhs: Any) -> Any:
+    """The same, of the transpose."""
+    return interpolation.t_matmul(self, rhs) if interpolation.takes(self, rhs) else original(self, rhs)
+
+
+def _differentiate(original: Callable[..., Any], self: Any, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
     """An interpolated operator's derivative without the two products that only its weights' gradients take, where nobody wants those."""
-
-    @functools.wraps(derivative)
-    def differentiate(self: Any, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        needless = not (self.left_interp_values.requires_grad or self.right_interp_values.requires_grad)
-        if left_vecs.ndim == 1:
-            left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
-        if needless and interpolation.takes(self, left_vecs.detach(), right_vecs.detach()):
-            return interpolation.bilinear_derivative(self, left_vecs, right_vecs)
-        result: tuple[Tensor | None, ...] = derivative(self, left_vecs, right_vecs)
-        return result
-
-    return differentiate
+    needless = not (self.left_interp_values.requires_grad or self.right_interp_values.requires_grad)
+    if left_vecs.ndim == 1:
+        left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
+    if needless and interpolation.takes(self, left_vecs.detach(), right_vecs.detach()):
+        return interpolation.bilinear_derivative(self, left_vecs, right_vecs)
+    result: tuple[Tensor | None, ...] = original(self, left_vecs, right_vecs)
+    return result
 
 
-def _by_products(diagonal: Callable[..., Any]) -> Callable[..., Any]:
+def _diagonal(original: Callable[..., Any], self: Any) -> Any:
     """An interpolated operator's diagonal by products with its base, where that is less than looking up pairs of grid points."""
-
-    @functools.wraps(diagonal)
-    def found(self: Any) -> Any:
-        return interpolation.diagonal(self) if interpolation.has_cheap_diagonal(self) else diagonal(self)
-
-    return found
+    return interpolation.diagonal(self) if interpolation.has_cheap_diagonal(self) else original(self)
 
 
-def _with_single_factors(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _evaluate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """A grid kernel's forward whose batch of one-dimensional grids (SKIP) is dense where that is faster."""
-
-    @functools.wraps(forward)
-    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = forward(self, *args, **kwargs)
-        return interpolation.made_dense(result) if is_active() else result
-
-    return evaluate
+    result = original(self, *args, **kwargs)
+    return interpolation.made_dense(result) if is_active() else result
 
 
 @functools.cache
-def _places() -> tuple[tuple[type, str, Wrapper], ...]:
-    """The hooked functions: owner, name, and the function that makes the hook from the original."""
-    places: tuple[tuple[type, str, Wrapper], ...] = (
-        (KroneckerProductLinearOperator, "__init__", _adopting),
-        (InterpolatedLinearOperator, "_matmul", functools.partial(_interpolating, ours=interpolation.matmul)),
-        (InterpolatedLinearOperator, "_t_matmul", functools.partial(_interpolating, ours=interpolation.t_matmul)),
-        (InterpolatedLinearOperator, "_bilinear_derivative", _without_needless_gradients),
-        (InterpolatedLinearOperator, "_diagonal", _by_products),
+def _places() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
+    """The hooked functions: owner, name, and what is called with the original before the arguments."""
+    places: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+        (KroneckerProductLinearOperator, "__init__", _construct),
+        (InterpolatedLinearOperator, "_matmul", _matmul),
+        (InterpolatedLinearOperator, "_t_matmul", _t_matmul),
+        (InterpolatedLinearOperator, "_bilinear_derivative", _differentiate),
+        (InterpolatedLinearOperator, "_diagonal", _diagonal),
     )
     if importlib.util.find_spec("gpytorch") is None:
         return places
@@ -133,7 +122,7 @@ def _places() -> tuple[tuple[type, str, Wrapper], ...]:
 
     return (
         *places,
-        (GridKernel, "forward", _with_single_factors),
+        (GridKernel, "forward", _evaluate),
         (MultivariateNormal, "log_prob", added_diagonal.log_prob),
         (LinearOperator, "solve", added_diagonal.solve),
     )
@@ -152,9 +141,9 @@ class _Hooks:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                for owner, name, wrapper in places:
+                for owner, name, ours in places:
                     original = vars(owner)[name]
-                    hook = wrapper(original)
+                    hook = _hooked(original, ours)
                     setattr(owner, name, hook)
                     self._placed.append((owner, name, original, hook))
 

@@ -6,7 +6,6 @@ n^3 operations. `KroneckerProduct.add_diagonal` has the same numbers from the fa
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Final
@@ -44,42 +43,32 @@ def structured(operator: LinearOperator) -> KroneckerPlusDiagonal | None:
     return None
 
 
-def log_prob(density: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+def log_prob(original: Callable[..., Tensor], self: Any, value: Tensor) -> Tensor:
     """A Gaussian's log density, by the factors where it would take a Cholesky factor of the whole covariance."""
-
-    @functools.wraps(density)
-    def of(self: Any, value: Tensor) -> Tensor:
-        # Of a dense Gaussian the lazy covariance would have to be computed.
-        takes_cholesky = self.islazy and settings.fast_computations.log_prob.off()
-        shifted = structured(self.lazy_covariance_matrix.evaluate_kernel()) if takes_cholesky else None
-        if shifted is None:
-            return density(self, value)
-        if self._validate_args:
-            self._validate_sample(value)
-        difference = (value - self.loc).unsqueeze(-1)
-        try:
-            quadratic, logdet = shifted.inv_quad_logdet(difference)
-        except (ValueError, _Singular):  # not positive definite but for rounding: the Cholesky factor gets a jitter
-            return density(self, value)
-        found: Tensor = -0.5 * (quadratic + logdet + value.shape[-1] * math.log(2 * math.pi))
-        return found
-
-    return of
+    # Of a dense Gaussian the lazy covariance would have to be computed.
+    takes_cholesky = self.islazy and settings.fast_computations.log_prob.off()
+    shifted = structured(self.lazy_covariance_matrix.evaluate_kernel()) if takes_cholesky else None
+    if shifted is None:
+        return original(self, value)
+    if self._validate_args:
+        self._validate_sample(value)
+    difference = (value - self.loc).unsqueeze(-1)
+    try:
+        quadratic, logdet = shifted.inv_quad_logdet(difference)
+    except (ValueError, _Singular):  # not positive definite but for rounding: the Cholesky factor gets a jitter
+        return original(self, value)
+    found: Tensor = -0.5 * (quadratic + logdet + value.shape[-1] * math.log(2 * math.pi))
+    return found
 
 
-def solve(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def solve(original: Callable[..., Tensor], self: LinearOperator, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
     """An operator's solve, by the factors where it would take a Cholesky factor of the whole matrix."""
-
-    @functools.wraps(stock)
-    def of(self: LinearOperator, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
-        takes_cholesky = settings.fast_computations.solves.off() or self.shape[-1] <= settings.max_cholesky_size.value()
-        shifted = structured(self) if takes_cholesky else None
-        if shifted is None:
-            return stock(self, right_tensor, left_tensor)
-        try:
-            found: Tensor = shifted.solve(right_tensor)
-        except (ValueError, _Singular):
-            return stock(self, right_tensor, left_tensor)
-        return found if left_tensor is None else left_tensor @ found
-
-    return of
+    takes_cholesky = settings.fast_computations.solves.off() or self.shape[-1] <= settings.max_cholesky_size.value()
+    shifted = structured(self) if takes_cholesky else None
+    if shifted is None:
+        return original(self, right_tensor, left_tensor)
+    try:
+        found: Tensor = shifted.solve(right_tensor)
+    except (ValueError, _Singular):
+        return original(self, right_tensor, left_tensor)
+    return found if left_tensor is None else left_tensor @ found
