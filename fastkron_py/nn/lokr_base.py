@@ -24,7 +24,6 @@ from fastkron_py.runtime.torch_internals import is_watching
 
 NAMES: Final = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2", "dora_scale")
 _STYLES: Final = ("lycoris", "peft")
-_TO_MERGE: Final = "to add the adapter to"
 
 
 class LoKrOptions(NamedTuple):
@@ -182,7 +181,7 @@ class LoKrLayer(Configured):
         if self.is_merged or getattr(weight, "dtype", None) not in DTYPES or is_traceable_wrapper_subclass(weight):
             return weight
         w1, w2 = self._scaled_factors()
-        total = weight + sum([_kron(a, b) for a, b in self._terms(w1, w2)])
+        total = weight + self._product(w1, w2)
         return (total if self.dora_scale is None else total * self._per_weight(self._ratio(w1, w2))).to(weight.dtype)
 
     @property
@@ -202,9 +201,11 @@ class LoKrLayer(Configured):
         wide = torch.promote_types(w1.dtype, torch.float32)
         return w1.to(wide) * adapter.scale, w2.to(wide, copy=True)
 
-    def _terms(self, w1: Tensor, w2: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The factors of each term."""
-        return list(zip(w1, w2, strict=True)) if self.options.terms > 1 else [(w1, w2)]
+    def _product(self, w1: Tensor, w2: Tensor) -> Any:
+        """``kron(w1, w2)``, ``[out1 * out2, in1 * in2, *window]``, or the sum of such terms."""
+        if self.options.terms > 1:
+            return sum(map(_kron, w1, w2))
+        return _kron(w1, w2)
 
     def _ratio(self, w1: Tensor, w2: Tensor) -> Tensor:
         """What the decomposed weight's outputs or inputs are multiplied by."""
@@ -235,18 +236,15 @@ class LoKrLayer(Configured):
             ValueError: a magnitude of a decomposed weight is 0.
         """
         if not self.is_merged:
-            weight = self._float_weight(_TO_MERGE)
+            weight = self._float_weight("to add the adapter to")
             w1, w2 = self._scaled_factors()
-            if self.dora_scale is None:
-                self._add_to_weight(w1, w2, 1.0)
-            else:
-                ratio = self._ratio(w1, w2)
-                if not ratio.all():
-                    raise value_error("dora_scale", "no magnitude of 0, which cannot be unmerged", f"{int((ratio == 0).sum())} of them")
-                weight.data.copy_(self.weight)
-                self.register_buffer("merged_ratio", ratio)
-            self.register_buffer("merged_w1", w1)
-            self.register_buffer("merged_w2", w2)
+            ratio = None if self.dora_scale is None else self._ratio(w1, w2)
+            if ratio is not None and not ratio.all():
+                raise value_error("dora_scale", "no magnitude of 0, which cannot be unmerged", f"{int((ratio == 0).sum())} of them")
+            weight.data.copy_(self.weight)
+            for name, t in (("merged_ratio", ratio), ("merged_w1", w1), ("merged_w2", w2)):
+                if t is not None:
+                    self.register_buffer(name, t)
 
     @torch.no_grad()
     def unmerge(self) -> None:
@@ -258,24 +256,11 @@ class LoKrLayer(Configured):
             TypeError: as in `merge`.
         """
         if self.is_merged:
-            weight = self._float_weight(_TO_MERGE)
-            if "merged_ratio" in self._buffers:
-                weight.data.copy_(weight / self._per_weight(self.merged_ratio) - _kron(self.merged_w1, self.merged_w2))
-                del self.merged_ratio
-            else:
-                self._add_to_weight(self.merged_w1, self.merged_w2, -1.0)
-            del self.merged_w1, self.merged_w2
-
-    def _add_to_weight(self, w1: Tensor, w2: Tensor, sign: float) -> None:
-        weight = self._float_weight(_TO_MERGE)
-        wide = torch.promote_types(weight.dtype, w1.dtype)
-        sizes = (w1.shape[-2], w2.shape[1 if self.options.terms > 1 else 0]), (w1.shape[-1], w2.shape[2 if self.options.terms > 1 else 1])
-        slices = weight.data.unflatten(1, sizes[1]).unflatten(0, sizes[0])
-        for i, part in enumerate(slices):  # [out2, in1, in2, ...]: no second tensor of the weight's size
-            total = part.to(wide)
-            for a, b in self._terms(w1.to(wide), w2.to(wide)):
-                total.addcmul_(a[i].view(-1, *[1] * (b.ndim - 1)), b.unsqueeze(1), value=sign)
-            part.copy_(total)
+            weight = self._float_weight("to add the adapter to")
+            adapted = weight / self._per_weight(self.merged_ratio) if "merged_ratio" in self._buffers else weight
+            weight.data.copy_(adapted - self._product(self.merged_w1, self.merged_w2))
+            for name in ("merged_ratio", "merged_w1", "merged_w2"):
+                self._buffers.pop(name, None)
 
     def _check_unmerged(self) -> None:
         if self.is_merged:

@@ -86,6 +86,11 @@ def is_hooked(module: nn.Module) -> bool:
     return any(map(bool, own + of_all)) or "forward" in module.__dict__
 
 
+def is_plain(module: nn.Module, kind: type) -> bool:
+    """Whether calling the module is computing with its parameters: no hooks, no parametrisation, no other class in its place."""
+    return type(module) is kind and not is_hooked(module)
+
+
 def is_plain_linear(module: Any) -> bool:
     """Whether calling a module is multiplying with its weight: no adapter, hook, quantised, parametrised or distributed weight."""
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_hooked(module)

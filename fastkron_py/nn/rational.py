@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py.nn.arguments import check_flag, check_interval, check_positive, check_probability
-from fastkron_py.nn.modules import Configured, NotScriptable, is_hooked, is_materialized
+from fastkron_py.nn.modules import Configured, NotScriptable, is_materialized, is_plain
 from fastkron_py.nn.rational_fit import FUNCTIONS, INTERVAL, Fit, fit, initial
 from fastkron_py.rational.api import DEGREE_MOST, check_noise, linear_rational, rational
 from fastkron_py.rational.denominators.registry import find_denominator
@@ -162,10 +162,14 @@ class GroupRational(NotScriptable, Configured):
         squares = torch.trapezoid(self.functions(x).square() * density[:, None], x, dim=0)
         return 1 / float(squares.mean())
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `rational` as the layer is now."""
+        return {"version": self.version, "training": self.training, "noise": self.noise}
+
     def forward(self, x: Tensor) -> Tensor:
         """Apply to ``[..., num_features]``."""
-        options: dict[str, Any] = {"version": self.version, "training": self.training, "noise": self.noise}
-        return _of_features(x, self.num_features, self.numerator, self.denominator, **options)
+        return _of_features(x, self.num_features, self.numerator, self.denominator, **self.options)
 
     def plot(self, ax: Any = None, *, interval: tuple[float, float] = INTERVAL, points: int = 501) -> Any:
         """Draw every group's function. Needs matplotlib.
@@ -302,11 +306,10 @@ class GRKAN(nn.Module):
 
 def _linear_then(linear: nn.Linear, act: GroupRational, x: Tensor) -> Tensor:
     """``act(linear(x))``, in one kernel where that is faster and where nobody has put anything else, or a hook, in place of the two."""
-    if type(linear) is not nn.Linear or type(act) is not GroupRational or is_hooked(linear) or is_hooked(act):
+    if not (is_plain(linear, nn.Linear) and is_plain(act, GroupRational)):
         y: Tensor = act(linear(x))
         return y
-    options: dict[str, Any] = {"version": act.version, "training": act.training, "noise": act.noise}
-    return linear_rational(x, linear.weight, linear.bias, act.numerator, act.denominator, **options)
+    return linear_rational(x, linear.weight, linear.bias, act.numerator, act.denominator, **act.options)
 
 
 def _gain(init: str, degrees: tuple[int, int], version: str) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastkron_py.integrations.timm.checkpoint import RELEASED_VERSION, renamed
 from fastkron_py.nn import GRKAN, GroupRational
 from fastkron_py.nn.arguments import check_flag, check_pair, check_probability
-from fastkron_py.nn.modules import is_hooked
+from fastkron_py.nn.modules import is_hooked, is_plain
 from fastkron_py.rational.api import layer_norm_rational, rational_linear
 from fastkron_py.runtime.errors import type_name, value_error
 
@@ -20,13 +20,8 @@ torch.fx.wrap("layer_norm_rational")
 torch.fx.wrap("rational_linear")
 
 
-def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is computing with its parameters: no hooks, no parametrisation, no other class in its place."""
-    return type(module) is kind and not is_hooked(module)
-
-
 def _is_plain_norm(module: nn.Module) -> bool:
-    """The same of a layer normalisation of the last dimension: torch's, or timm's unless it rounds its input to half precision."""
+    """Whether it is a plain layer normalisation of the last dimension: torch's, or timm's unless it rounds its input to half precision."""
     kind = type(module)
     if kind is not nn.LayerNorm and (kind.__name__ != "LayerNorm" or not kind.__module__.startswith("timm.")):
         return False
@@ -103,7 +98,7 @@ class KATMlp(GRKAN):
             x: the argument.
             norm: a layer normalisation to apply to x first, in one pass with the first function where it is an ordinary one.
         """
-        if norm is not None and not self.recompute[0] and _is_plain_norm(norm) and _is_plain(self.act1, GroupRational):
+        if norm is not None and not self.recompute[0] and _is_plain_norm(norm) and is_plain(self.act1, GroupRational):
             x = self.fc1(self.drop1(self._normalised(x, norm)))
         else:
             x = x if norm is None else norm(x)
@@ -112,14 +107,12 @@ class KATMlp(GRKAN):
 
     def _normalised(self, x: Tensor, norm: Any) -> Tensor:
         act = self.act1
-        options: dict[str, Any] = {"eps": norm.eps, "version": act.version, "training": act.training, "noise": act.noise}
-        return layer_norm_rational(x, norm.weight, norm.bias, act.numerator, act.denominator, **options)
+        return layer_norm_rational(x, norm.weight, norm.bias, act.numerator, act.denominator, eps=norm.eps, **act.options)
 
     def _pair_of_layers(self, x: Tensor, act: GroupRational, drop: nn.Dropout, linear: nn.Linear, recompute: bool) -> Tensor:
         dropping = self.training and drop.p > 0
-        if recompute and not dropping and _is_plain(act, GroupRational) and _is_plain(linear, nn.Linear):
-            options: dict[str, Any] = {"version": act.version, "training": act.training, "noise": act.noise}
-            return rational_linear(x, act.numerator, act.denominator, linear.weight, linear.bias, **options)
+        if recompute and not dropping and is_plain(act, GroupRational) and is_plain(linear, nn.Linear):
+            return rational_linear(x, act.numerator, act.denominator, linear.weight, linear.bias, **act.options)
         y: Tensor = linear(drop(act(x)))
         return y
 

@@ -121,7 +121,8 @@ def test_names(written: str, prefix: str | None) -> None:
 
 def dense(layer: Any) -> Tensor:
     """The adapter's weight."""
-    return sum([torch.kron(a, b) for a, b in layer._terms(*layer._scaled_factors())]).detach()  # type: ignore[union-attr]
+    w1, w2 = layer._scaled_factors()
+    return sum(map(torch.kron, w1, w2)).detach() if layer.options.terms > 1 else torch.kron(w1, w2).detach()  # type: ignore[union-attr]
 
 
 class Fused(nn.Module):
