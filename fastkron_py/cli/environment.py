@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 import fastkron_py
+from fastkron_py.integrations.versions import installed
 from fastkron_py.kron.cpu import compiled
 from fastkron_py.kron.tune.table import cache_file
 from fastkron_py.runtime import torch_internals
@@ -19,16 +19,6 @@ from fastkron_py.runtime.checks import DTYPES
 from fastkron_py.runtime.device import gpu_of
 
 CUPY_DISTRIBUTIONS: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-
-
-def installed(*distributions: str) -> str | None:
-    """Version of the first of these distributions that is installed. Nothing is imported."""
-    for name in distributions:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def versions() -> dict[str, str | None]:
@@ -41,7 +31,7 @@ def versions() -> dict[str, str | None]:
         "numba": installed("numba"),
         "numpy": installed("numpy"),
         "array-api-compat": installed("array-api-compat"),
-        "cupy": installed(*CUPY_DISTRIBUTIONS),
+        "cupy": next(filter(None, map(installed, CUPY_DISTRIBUTIONS)), None),
     }
 
 

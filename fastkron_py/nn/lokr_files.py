@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py.adapters.plan import split_size
-from fastkron_py.nn import lokr_tensors
 from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.lokr import LoKrConv2d, LoKrLinear
 from fastkron_py.nn.lokr_base import NAMES, LoKrLayer, LoKrOptions, split_name
-from fastkron_py.nn.lokr_tensors import Tensors, cut_columns, cut_rows, join_rows, rank_of, whole
+from fastkron_py.nn.lokr_tensors import Tensors, cut_columns, cut_rows, holder, join_rows, rank_of, scaled, sizes_of
 from fastkron_py.runtime.checks import check_choice, check_integer, check_scalar
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -163,11 +162,6 @@ class _Adapter(NamedTuple):
     rank: int
     scale: float
 
-    def scaled(self) -> dict[str, Tensor]:
-        """The tensors, with the scale in w1."""
-        name = lokr_tensors.first_name(self.tensors)
-        return self.tensors | {name: self.tensors[name] * self.scale}
-
 
 def _read(state: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any] | None]:
     """The tensors, and PEFT's configuration if there is one."""
@@ -232,7 +226,7 @@ def _adapter(name: str, tensors: dict[str, Tensor], config: Mapping[str, Any] | 
         return _Adapter(tensors, rank or int(of_config), _of_pattern(config, "alpha_pattern", own, config["alpha"]) / of_config)
     if rank is None:
         number = 0.0 if alpha is None else float(alpha)
-        sizes = lokr_tensors.rows_of(tensors)[1], lokr_tensors.columns_of(tensors)[1]
+        sizes = sizes_of(tensors, rows=True)[1], sizes_of(tensors, rows=False)[1]
         rank = int(number) if number >= 1 and number.is_integer() else max(sizes)
         if alpha is not None:  # which LyCORIS does not read beside whole factors
             return _Adapter(tensors, rank, 1.0)
@@ -397,8 +391,8 @@ def _shape(layer: Any) -> tuple[int, ...]:
 def _joined(slot: Mapping[int, _Adapter], parts: int, base: nn.Module) -> _Adapter:
     """One adapter of the adapters of parts of a layer; a part that is missing has the rows that the others have."""
     each = _shape(base)[0] // parts
-    sizes = [math.prod(lokr_tensors.rows_of(slot[i].tensors)) if i in slot else each for i in range(parts)]
-    tensors = join_rows([slot[i].scaled() if i in slot else None for i in range(parts)], sizes)
+    sizes = [math.prod(sizes_of(slot[i].tensors, rows=True)) if i in slot else each for i in range(parts)]
+    tensors = join_rows([scaled(slot[i].tensors, slot[i].scale) if i in slot else None for i in range(parts)], sizes)
     rank = tensors["lokr_w2_b"].shape[-2] if "lokr_w2_b" in tensors else next(iter(slot.values())).rank
     return _Adapter(tensors, rank, 1.0)
 
@@ -415,7 +409,7 @@ def _around(base: nn.Module, adapter: _Adapter, dtype: torch.dtype | None) -> Lo
     kept = LoKrOptions(1) if former is None else former.options
     options = kept._replace(
         rank=adapter.rank,
-        factor=lokr_tensors.rows_of(tensors)[0],
+        factor=sizes_of(tensors, rows=True)[0],
         decompose_both="lokr_w1_a" in tensors,
         alpha=adapter.scale * adapter.rank,
         use_tucker="lokr_t2" in tensors,
@@ -437,18 +431,18 @@ def _fitted(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
         ValueError: another layer's.
     """
     fitted, window = dict(tensors), shape[2:]
-    if fitted[lokr_tensors.first_name(fitted)].ndim == 2:  # one term
+    if fitted[holder(fitted, 1, True)[0]].ndim == 2:  # one term
         if "lokr_w2_b" in fitted and "lokr_t2" not in fitted:
             fitted["lokr_w2_b"] = fitted["lokr_w2_b"].flatten(1)
         if "lokr_w2" in fitted and fitted["lokr_w2"].shape[2:].numel() == math.prod(window):
             fitted["lokr_w2"] = fitted["lokr_w2"].reshape(*fitted["lokr_w2"].shape[:2], *window)
-    (out1, out2), (in1, in2) = lokr_tensors.rows_of(fitted), lokr_tensors.columns_of(fitted)
+    (out1, out2), (in1, in2) = sizes_of(fitted, rows=True), sizes_of(fitted, rows=False)
     core = fitted.get("lokr_t2", fitted.get("lokr_w2"))
     if core is None:  # a pair, which has the window in its columns
         in2, rest = divmod(in2, math.prod(window))
         found = window if rest == 0 else (rest,)
     else:
-        found = tuple(core.shape[fitted[lokr_tensors.first_name(fitted)].ndim :])
+        found = tuple(core.shape[fitted[holder(fitted, 1, True)[0]].ndim :])
     if (out1 * out2, in1 * in2, *found) != shape:
         sizes = " and ".join([f"{name} {tuple(t.shape)}" for name, t in fitted.items() if name != "dora_scale"])
         raise value_error("w1 and w2", f"factors of a weight {shape}", sizes)
@@ -502,8 +496,7 @@ def lokr_state(model: nn.Module, format: str = "lycoris", *, prefix: str | None 
         else:
             tensors = layer.adapter_state_dict("peft")
             if format == "diffusers":
-                own = lokr_tensors.first_name(tensors)
-                tensors[own] = tensors[own] * layer.scale
+                tensors = scaled(tensors, layer.scale)
         state |= {f"{written}.{own}": t for own, t in tensors.items()}
     return state
 
@@ -547,18 +540,15 @@ def common_factor(layers: Mapping[str, LoKrLayer]) -> int:
     Raises:
         ValueError: there is none.
     """
-    splits = {name: [(sizes[0], sizes[0] * sizes[1]) for sizes in _split_sizes(layer)] for name, layer in layers.items()}
+    splits = {}
+    for name, layer in layers.items():
+        first = layer.adapter().w1.size
+        splits[name] = [*zip((first.rows, first.columns), _shape(layer)[:2], strict=True)]
     for factor in (-1, *sorted({first for split in splits.values() for first, _ in split})):
         if all([_split_by_peft(size, factor) == first for split in splits.values() for first, size in split]):
             return factor
     shown = [f"{name} {split[0][0]} x {split[1][0]}" for name, split in splits.items()][:_SHOWN]
     raise value_error("format", "another one: PEFT and diffusers have one decompose_factor for all layers", f"w1 of {', '.join(shown)}")
-
-
-def _split_sizes(layer: LoKrLayer) -> list[tuple[int, int]]:
-    tensors = {name: getattr(layer, name) for name in NAMES if getattr(layer, name) is not None}
-    (out1, in1), (out, inputs) = whole(tensors, "lokr_w1").shape, _shape(layer)[:2]
-    return [(out1, out // out1), (in1, inputs // in1)]
 
 
 def _split_by_peft(size: int, factor: int) -> int:
@@ -604,7 +594,7 @@ def shard_lokr(state: Mapping[str, Tensor], plan: Mapping[str, str], rank: int, 
         found = [plan[pattern] for pattern in plan if fnmatch.fnmatchcase(name, pattern)]
         try:
             if found[:1] == ["colwise"]:
-                rows = math.prod(lokr_tensors.rows_of(tensors))
+                rows = math.prod(sizes_of(tensors, rows=True))
                 if rows % world_size:
                     raise value_error("rows", f"a multiple of {world_size} ranks", rows)
                 tensors = cut_rows(tensors, [rows // world_size] * world_size)[rank]

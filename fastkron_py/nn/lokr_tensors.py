@@ -16,27 +16,26 @@ Tensors = Mapping[str, Tensor]
 MAX_TERMS: Final = 8  # of a part whose rows do not begin with rows of w1: each term takes the time of an adapter
 
 
-def first_name(tensors: Tensors) -> str:
-    """The tensor whose rows are those of w1."""
-    return "lokr_w1" if "lokr_w1" in tensors else "lokr_w1_a"
+def holder(tensors: Tensors, factor: int, rows: bool) -> tuple[str, int]:
+    """The tensor, and its dimension behind those of terms, that has the rows or the columns of w1 or w2."""
+    whole = f"lokr_w{factor}"
+    if whole in tensors:
+        return whole, 0 if rows else 1
+    is_turned = factor == 2 and "lokr_t2" in tensors  # Tucker's left matrix is [rank, out2]
+    return (f"{whole}_a", 1 if is_turned else 0) if rows else (f"{whole}_b", 1)
 
 
-def second_rows(tensors: Tensors) -> tuple[str, int]:
-    """The tensor, and its dimension, whose rows are those of w2."""
-    return ("lokr_w2", 0) if "lokr_w2" in tensors else ("lokr_w2_a", 1 if "lokr_t2" in tensors else 0)
+def sizes_of(tensors: Tensors, rows: bool) -> tuple[int, int]:
+    """Rows, or columns, of w1 and of w2, of each term; columns of a convolution's pair are in2 * pixels."""
+    terms = tensors[holder(tensors, 1, True)[0]].ndim - 2
+    first, second = (tensors[name].shape[terms + dim] for name, dim in (holder(tensors, factor, rows) for factor in (1, 2)))
+    return first, second
 
 
-def rows_of(tensors: Tensors) -> tuple[int, int]:
-    """Rows of w1 and of w2, of each term."""
-    name, dim = second_rows(tensors)
-    first = tensors[first_name(tensors)]
-    return first.shape[-2], tensors[name].shape[dim + first.ndim - 2]
-
-
-def columns_of(tensors: Tensors) -> tuple[int, int]:
-    """Columns of w1 and of w2, of each term; those of a convolution's pair are in2 * pixels."""
-    first = tensors["lokr_w1" if "lokr_w1" in tensors else "lokr_w1_b"]
-    return first.shape[-1], tensors["lokr_w2" if "lokr_w2" in tensors else "lokr_w2_b"].shape[first.ndim - 1]
+def scaled(tensors: Tensors, scale: float) -> dict[str, Tensor]:
+    """The tensors, with the scale in w1."""
+    name = holder(tensors, 1, True)[0]
+    return {**tensors, name: tensors[name] * scale}
 
 
 def rank_of(tensors: Tensors) -> int | None:
@@ -45,7 +44,7 @@ def rank_of(tensors: Tensors) -> int | None:
     Raises:
         ValueError: two pairs of different ranks.
     """
-    terms = tensors[first_name(tensors)].ndim - 2
+    terms = tensors[holder(tensors, 1, True)[0]].ndim - 2
     ranks = {name: tensors[name].shape[terms] for name in ("lokr_w1_b", "lokr_w2_b") if name in tensors}
     if len(set(ranks.values())) > 1:
         raise value_error(
@@ -75,8 +74,8 @@ def cut_rows(tensors: Tensors, sizes: Sequence[int]) -> list[dict[str, Tensor]]:
     Raises:
         ValueError: a part that would be a sum of too many terms, or one of a convolution or of a decomposed weight.
     """
-    name1, (name2, dim) = first_name(tensors), second_rows(tensors)
-    out1, out2 = rows_of(tensors)
+    name1, (name2, dim) = holder(tensors, 1, True)[0], holder(tensors, 2, True)
+    out1, out2 = sizes_of(tensors, rows=True)
     if all([size % out2 == 0 for size in sizes]):
         parts = [{**tensors, name1: rows} for rows in tensors[name1].split([size // out2 for size in sizes])]
     elif out1 == 1:
@@ -94,8 +93,8 @@ def cut_rows(tensors: Tensors, sizes: Sequence[int]) -> list[dict[str, Tensor]]:
 
 
 def _sums(tensors: Tensors, sizes: Sequence[int]) -> list[dict[str, Tensor]]:
-    name1, (name2, _) = first_name(tensors), second_rows(tensors)
-    out1, out2 = rows_of(tensors)
+    name1, name2 = (holder(tensors, factor, True)[0] for factor in (1, 2))
+    out1, out2 = sizes_of(tensors, rows=True)
     piece = math.gcd(out2, *sizes)
     terms = out2 // piece
     if terms > MAX_TERMS or tensors[name1].ndim + tensors[name2].ndim > 4 or {"lokr_t2", "dora_scale"} & tensors.keys():
@@ -117,8 +116,8 @@ def cut_columns(tensors: Tensors, parts: int) -> list[dict[str, Tensor]]:
     Raises:
         ValueError: columns of w1 that the parts cannot share, or magnitudes, which are those of whole rows.
     """
-    name1, name2 = ("lokr_w1" if "lokr_w1" in tensors else "lokr_w1_b"), ("lokr_w2" if "lokr_w2" in tensors else "lokr_w2_b")
-    in1, in2 = columns_of(tensors)
+    name1, name2 = (holder(tensors, factor, False)[0] for factor in (1, 2))
+    in1, in2 = sizes_of(tensors, rows=False)
     if "dora_scale" in tensors:
         raise value_error("dora_scale", "none in a layer whose inputs are cut: its norms are of whole rows", "one")
     if in1 % parts == 0:
