@@ -100,16 +100,7 @@ class FastProducts:
         return ScaledKroneckerLinearOperator(self, other)
 
 
-class _SquareFactors:
-    """Refuse functions of square factors only, naming the factor that is not square."""
-
-    def _check_square(self, what: str) -> None:
-        for i, op in enumerate(self.linear_ops):  # type: ignore[attr-defined]
-            if op.shape[-2] != op.shape[-1]:
-                raise value_error(f"linear_ops[{i}]", f"a square factor for {what}", f"{op.shape[-2]} x {op.shape[-1]}")
-
-
-class KroneckerLinearOperator(_SquareFactors, FastProducts, KroneckerProductLinearOperator):  # type: ignore[misc]
+class KroneckerLinearOperator(FastProducts, KroneckerProductLinearOperator):  # type: ignore[misc]
     """The Kronecker product of linear operators, ``K1 (x) ... (x) KN``, never built.
 
     A `linear_operator.operators.KroneckerProductLinearOperator` in all respects. Products and their gradients are
@@ -130,6 +121,12 @@ class KroneckerLinearOperator(_SquareFactors, FastProducts, KroneckerProductLine
         >>> K.add_diagonal(torch.tensor(0.1)).solve(torch.ones(6)).shape
         torch.Size([6])
     """
+
+    def _check_square(self, what: str) -> None:
+        """Refuse a function of square factors only, naming the factor that is not square."""
+        for i, op in enumerate(self.linear_ops):
+            if op.shape[-2] != op.shape[-1]:
+                raise value_error(f"linear_ops[{i}]", f"a square factor for {what}", f"{op.shape[-2]} x {op.shape[-1]}")
 
     def inverse(self) -> Any:
         """The Kronecker product of the factors' inverses; the factors have to be square."""

@@ -97,23 +97,19 @@ class FastLoKr(Replacement):
         base: Tensor = module.org_forward(x, *args, **kwargs)
         if is_left_out:
             return base
-        adapter = _adapter(module).fitting(x)
-        if module.bypass_mode:
-            if isinstance(module.drop, nn.Dropout) and module.training:
-                product: Tensor = module.drop(_scaled(adapter, module.multiplier).product(x))
-                return base + product
-            return _scaled(adapter, module.multiplier).added(x, base)
-        rows = None
-        if module.training and module.rank_dropout:
+        adapter, rows = _adapter(module), None
+        if module.training and module.rank_dropout and not module.bypass_mode:
             weight_dtype = module.lokr_w1.dtype if module.use_w1 else module.lokr_w1_a.dtype
             rows = kept_rows(module.shape[0], module.rank_dropout, module.rank_dropout_scale, weight_dtype, x.device)
-        if module.wd:
+        if module.wd and not module.bypass_mode:
             return _decomposed(module, adapter, x, base, rows)
-        adapter = _scaled(adapter, module.multiplier)
-        if rows is None:
+        adapter = adapter.fitting(x)._replace(scale=adapter.scale * module.multiplier)
+        has_dropout = module.bypass_mode and module.training and isinstance(module.drop, nn.Dropout)
+        if rows is None and not has_dropout:
             return adapter.added(x, base)
         product = adapter.product(x)
-        return base + product * adapter.per_channel(rows).to(product.dtype)
+        change: Tensor = module.drop(product) if rows is None else product * adapter.per_channel(rows).to(product.dtype)
+        return base + change
 
 
 def _obstacle(module: Any) -> str | None:
@@ -137,10 +133,6 @@ def _adapter(module: Any) -> Adapter:
     return found._replace(w1=found.w1.scaled(module.scalar))
 
 
-def _scaled(adapter: Adapter, multiplier: Any) -> Adapter:
-    return adapter._replace(scale=adapter.scale * multiplier)
-
-
 def _decomposed(module: Any, adapter: Adapter, x: Tensor, base: Tensor, rows: Tensor | None) -> Tensor:
     """The result with a decomposed weight (DoRA): ``(W0 + K) * s``, with ``s = dora_scale / norms`` of its rows or columns.
 
@@ -154,6 +146,7 @@ def _decomposed(module: Any, adapter: Adapter, x: Tensor, base: Tensor, rows: Te
     scaled = (w1 * adapter.scale).to(dtype)
     mask = None if rows is None else rows.to(dtype)
     ratio = magnitude_ratio(weight, magnitudes, scaled, w2.to(dtype), by_row=module.wd_on_out, row_mask=mask)
+    adapter = adapter.fitting(x)
     if module.multiplier != 1:
         ratio = module.multiplier * (ratio - 1) + 1
     if not module.wd_on_out:

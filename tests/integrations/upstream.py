@@ -61,7 +61,7 @@ def in_peft(recorder: Recorder) -> None:
     """In every model that PEFT adds adapters to."""
     from peft.tuners.tuners_utils import BaseTuner
 
-    from fastkron_py.integrations.lokr import Adapter
+    from fastkron_py.adapters.adapter import Adapter
     from fastkron_py.integrations.peft import use_fastkron
 
     recorder.count(Adapter, "product")
@@ -72,7 +72,7 @@ def in_lycoris(recorder: Recorder) -> None:
     """In every module of LoKr, from the beginning."""
     from lycoris.modules.lokr import LokrModule
 
-    from fastkron_py.integrations.lokr import Adapter
+    from fastkron_py.adapters.adapter import Adapter
     from fastkron_py.integrations.lycoris import use_fastkron
 
     recorder.count(Adapter, "product")
