@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fastkron_py.kron import derivatives
 from fastkron_py.kron.checks import result_shape
 from fastkron_py.kron.multiply import Multiply, backend_of, cast
-from fastkron_py.kron.operator import CALLS
+from fastkron_py.kron.operator import batch_first, product, reverse, tangent
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.operator import Operator, Saved
@@ -56,43 +55,36 @@ def _scale(y: Tensor, z: Tensor, divides: bool) -> Tensor:
     return y / z if divides else y * z
 
 
-def _product(x: Tensor, factors: Sequence[Tensor], rest: Sequence[Any]) -> Tensor:
-    precision, backend, left = rest
-    return CALLS.multiply(x, list(factors), None, 1.0, 0.0, precision, backend, left)
-
-
 def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, *factors, z = saved.tensors
-    need_x, *need_factors, need_z = saved.needs
+    *operands, z = saved.tensors
+    *needs, need_z = saved.needs
     divides, *rest = saved.options
-    g = _scale(dy, z.conj(), divides)
-    dx, dfs = derivatives.reverse(CALLS, g, x, factors, need_x, need_factors, (1.0, *rest))
+    gradients = reverse(_scale(dy, z.conj(), divides), operands, needs, (1.0, *rest))
     dz = None
     if need_z:
-        slope = _product(x, factors, rest)
+        slope = product(operands, (1.0, *rest))
         slope = -slope / (z * z) if divides else slope
         dz = dy * slope.conj()
         dz = (dz.real if dz.is_complex() and not z.is_complex() else dz).sum_to_size(z.shape)
-    return dx, *dfs, dz
+    return *gradients, dz
 
 
 def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Tensor | None:
-    x, *factors, z = saved.tensors
-    tx, *tfactors, tz = tangents
+    *operands, z = saved.tensors
     divides, *rest = saved.options
-    ty = derivatives.forward(CALLS, x, factors, tx, tfactors, (1.0, *rest))
+    ty, tz = tangent(operands, tangents[:-1], (1.0, *rest)), tangents[-1]
     found = None if ty is None else _scale(ty, z, divides)
     if tz is None:
         return found
-    moved = _product(x, factors, rest) * (-tz / (z * z) if divides else tz)
+    moved = product(operands, (1.0, *rest)) * (-tz / (z * z) if divides else tz)
     return moved if found is None else found + moved
 
 
 def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
     """A batch of the product, which torch scales."""
-    x, *factors, z = tensors
+    *operands, z = tensors
     divides, *rest = options
-    y, _ = derivatives.vmap_multiply(CALLS, (dims[0], dims[1:-1], None), x, factors, None, 1.0, 0.0, *rest)
+    y = product(batch_first(operands, dims[:-1]), (1.0, *rest))
     if dims[-1] is not None:
         rank = y.ndim if all([d is None for d in dims[:-1]]) else y.ndim - 1
         z = z.movedim(dims[-1], 0)
