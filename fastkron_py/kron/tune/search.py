@@ -34,10 +34,6 @@ PLANS: Final = 4  # of all families together, by modelled time
 FINALISTS: Final = 3
 
 
-class DroppedError(Exception):
-    """A choice that does not get a time; its text says why."""
-
-
 class Timer:
     """Seconds of one call: between two CUDA events with the L2 cache overwritten before, or by the host's clock."""
 
@@ -101,7 +97,7 @@ class Search:
         """The product by a choice, or by the closed form.
 
         Raises:
-            DroppedError: the device has not what the choice asks for.
+            RuntimeError: the device has not what the choice asks for.
             AssertionError: the result differs from the closed form's by more than the roundings of both.
         """
         build = Builder(self.tensors)
@@ -113,7 +109,7 @@ class Search:
         if choice is not None:
             found, steps = program(self.tensors)[0], 4 * len(factors)  # of both, each of which may round formed factors once more
             if any(launch.fell_back for launch in launches):
-                raise DroppedError("asks for more than the device has")
+                raise RuntimeError("asks for more than the device has")
             is_coarse = found.dtype == torch.float32 and self.multiply.precision != "highest"
             rms, most = tolerances(torch.float16 if is_coarse else found.dtype, steps)
             assert_close(found, self.expected, rms_tol=rms, max_tol=most)
@@ -131,8 +127,10 @@ class Search:
                 continue
             try:
                 self.times[choice] = self.trial(choice)
-            except DroppedError as reason:
-                self.dropped.append((str(choice), str(reason)))
+            except Exception as error:  # it does not compile, asks for more than the device has, or is wrong
+                self.dropped.append((str(choice), f"{type(error).__name__}: {str(error)[:200]}"))
+                if self.tensors[0].is_cuda:
+                    torch.cuda.synchronize(self.tensors[0].device)  # a device that is lost for good says so here, and the search ends
             self.tried += 1
             self.report(self.result())
         self.times = self.interleaved([*dict.fromkeys([self.closed, *self.fastest()[:FINALISTS]])], 4 * ROUNDS_SECONDS)
@@ -142,20 +140,8 @@ class Search:
         return sorted(self.times, key=self.times.__getitem__)
 
     def trial(self, choice: Choice) -> float:
-        """The time of a choice, by that of the closed form at the same time.
-
-        Raises:
-            DroppedError: it does not compile, asks for more than the device has, or is wrong.
-        """
-        try:
-            self.programs[choice] = self.program(choice)
-        except DroppedError:
-            raise
-        except Exception as error:
-            raise DroppedError(f"{type(error).__name__}: {str(error)[:200]}") from error
-        finally:
-            if self.tensors[0].is_cuda:
-                torch.cuda.synchronize(self.tensors[0].device)  # a device that is lost for good says so here, and the search ends
+        """The time of a choice, by that of the closed form at the same time."""
+        self.programs[choice] = self.program(choice)
         first = self.timer(lambda: self.call(choice))
         if first > TOO_SLOW * min(self.times.values()):
             return first
