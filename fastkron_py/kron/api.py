@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Hashable, Sequence
-from typing import Any, Never, TypeVar
+from typing import Any, Final, Never, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fastkron_py.runtime.precision import autocast_dtype, cast
 
 ArrayT = TypeVar("ArrayT")
 Scalar = float | complex | Tensor
+_LARGEST: Final = sys.float_info.max
 
 
 def kron_matmul(
@@ -164,12 +165,12 @@ def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, l
         given = (x, *factors) if z is None else (x, *factors, z)
         entry = CACHE.find(key, given)
         if entry is not None:
-            return entry.call(given, (alpha, beta, *entry.options[2:]))
+            return entry.call(given, (float(alpha), float(beta), *entry.options[2:]))
         if z is None and type(x) in TENSOR_TYPES and not x.is_nested and x.ndim == 1:  # kept as a matrix
             given = (x.unsqueeze(-1 if left else 0), *factors)
             entry = CACHE.find(key, given)
             if entry is not None:
-                return entry.call(given, (alpha, beta, *entry.options[2:])).squeeze(-1 if left else -2)
+                return entry.call(given, (float(alpha), float(beta), *entry.options[2:])).squeeze(-1 if left else -2)
     if not isinstance(x, Tensor):
         return _on_arrays(x, factors, alpha, beta, z, precision, left, names)
     return _multiply(x, factors_and_identities(factors, names[1]), alpha, beta, z, precision, left, names, key)
@@ -177,9 +178,9 @@ def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, l
 
 def _key(factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool) -> tuple[Any, ...] | None:
     """The key of a call in the cache; None for calls that are not kept. Nothing has been checked yet."""
-    if type(factors) not in (list, tuple) or type(alpha) is not float or type(beta) not in (float, int):
+    if type(factors) not in (list, tuple) or type(alpha) not in (float, int) or type(beta) not in (float, int):
         return None
-    if not (-math.inf < alpha < math.inf and -math.inf < beta < math.inf) or (z is None and beta != 0):
+    if not (-_LARGEST <= alpha <= _LARGEST and -_LARGEST <= beta <= _LARGEST) or (z is None and beta != 0):
         return None
     if not (precision is None or type(precision) is str):
         return None
