@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.backend import settings
 from fastkron_py.runtime.batching import batchable, batchable_one_by_one, take
-from fastkron_py.runtime.call_cache import CACHE, Entry, about, is_logged, settings
+from fastkron_py.runtime.call_cache import CACHE, Entry, about, is_logged
 from fastkron_py.runtime.eager import is_functionalizing, takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.program import Program, picker
 
@@ -27,18 +28,6 @@ _MOST_REVERSES: Final = 4  # backward passes of a call, which differ in dy's str
 # Asked at every backward pass: by one name, since each dot of a longer one takes its time.
 _is_grad_enabled = torch.is_grad_enabled
 _is_watching = torch_internals.is_watching
-
-
-def sign(*functions: type[torch.autograd.Function]) -> None:
-    """Keep the signature of ``forward``: else torch works it out at every call, which takes longer than a small kernel."""
-    for function in functions:
-        function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
-
-
-def undecorated(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``apply`` without the part of torch.autograd.Function for torch.func's transforms, which the fast path never sees."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
 
 
 # ---- one declaration --------------------------------------------------------------------------
@@ -88,21 +77,14 @@ class GradientCall(NamedTuple):
 
     def run(self, dy: Tensor) -> list[Tensor | None]:
         """The gradient of each tensor of the forward call."""
-        if not any(map(_is_made, self.places)):
-            return _placed([], self.places, dy)
-        found = self.operator(*self.operator._schema.listed(self.tensors), *self.options)
-        return _placed([found] if isinstance(found, Tensor) else found, self.places, dy)
+        found: Any = []
+        if any([place not in (None, DY) for place in self.places]):
+            found = self.operator(*self.operator._schema.listed(self.tensors), *self.options)
+            found = [found] if isinstance(found, Tensor) else found
+        return [None if place is None else dy if place == DY else found[place] for place in self.places]
 
 
 DY: Final = -1
-
-
-def _is_made(place: int | None) -> bool:
-    return place is not None and place != DY
-
-
-def _placed(found: Sequence[Tensor], places: Sequence[int | None], dy: Tensor) -> list[Tensor | None]:
-    return [None if place is None else dy if place == DY else found[place] for place in places]
 
 
 class _Schema:
@@ -199,18 +181,20 @@ class Operator:
         if backward is None and gradient_call is not None:
             backward = self._run_gradient_call
         self._backward = backward
+        # Lets rules take batches of gradients. Those of in_torch call autograd, so they take one sample at a time.
+        self._over: Callable[[Callable[..., Any]], Callable[..., Any]] = batchable if in_torch is None else batchable_one_by_one
         full = f"{NAMESPACE}::{self.name}"
         LIBRARY.define(schema)
         LIBRARY.impl(self.name, self._implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(full, fake, lib=LIBRARY)
         if backward is not None:
-            over = batchable if in_torch is None else batchable_one_by_one
-            torch.library.register_autograd(full, over(self._backward_of_operator), setup_context=self._setup_operator, lib=LIBRARY)
+            torch.library.register_autograd(full, self._over(self._backward_of_operator), setup_context=self._setup_operator, lib=LIBRARY)
         if vmap is not None:
             torch.library.register_vmap(full, self._vmap_of_operator, lib=LIBRARY)
         self.registered = getattr(getattr(torch.ops, NAMESPACE), self.name)
         self._function = _function_of(self)
-        self._apply: Any = undecorated(_node_of(self))
+        # Without the part for torch.func's transforms, which the fast path never sees.
+        self._apply: Any = super(torch.autograd.Function, _node_of(self)).apply  # type: ignore[misc]
 
     def __call__(self, *arguments: Any, key: Hashable = None) -> Any:
         """The results but for those that are kept.
@@ -360,7 +344,6 @@ def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _function_of(operator: Operator) -> type[torch.autograd.Function]:
     """The autograd function of an operator inside of torch.func's transforms: its arguments are the options and the tensors."""
-    over: Callable[[Callable[..., Any]], Callable[..., Any]] = batchable if operator._in_torch is None else batchable_one_by_one
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -378,7 +361,7 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
                 ctx.save_for_forward(*values)
 
         @staticmethod
-        @over
+        @operator._over
         def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
             needs = tuple([ctx.needs_input_grad[1 + i] for i in ctx.call.present])
             if torch.is_grad_enabled():
@@ -386,7 +369,7 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
             return None, *operator._reverse(ctx, needs, ctx.saved_tensors, cotangents)
 
         @staticmethod
-        @over
+        @operator._over
         def jvp(ctx: Any, _options: None, *tangents: Any) -> Any:
             found = operator._jvp(operator._saved(ctx, [True] * len(ctx.call.present), ctx.saved_tensors), tangents)  # type: ignore[misc]
             return tuple(found) if isinstance(found, list) else found
@@ -401,7 +384,8 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
     if operator._vmap is None:
         del Function.vmap
     Function.__name__ = Function.__qualname__ = operator.name
-    sign(Function)
+    # Else torch works it out at every call, which takes longer than a small kernel.
+    Function.forward.__signature__ = inspect.signature(Function.forward)  # type: ignore[attr-defined]
     return Function
 
 
@@ -518,9 +502,8 @@ def _node_of(operator: Operator) -> type[torch.autograd.Function]:
 
     Its arguments are a `Differentiable`, the options, and the tensors that there are.
     """
-    over: Callable[[Callable[..., Any]], Callable[..., Any]] = batchable if operator._in_torch is None else batchable_one_by_one
 
-    @over
+    @operator._over
     def general(state: tuple[Any, Sequence[bool], tuple[Any, ...]], *cotangents: Any) -> Sequence[Tensor | None]:
         ctx, needs, found = state
         if operator._gradient_call is not None and any(needs) and not _is_grad_enabled() and not torch_internals.is_batching():

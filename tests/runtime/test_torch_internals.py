@@ -84,7 +84,7 @@ def forget() -> None:
     """Nothing is cached, and the names are tried again."""
     CACHE.forget()
     torch_internals.forget()
-    precision._getter = None
+    precision.getter.cache_clear()
 
 
 @pytest.fixture(autouse=True)
