@@ -13,7 +13,7 @@ from fastkron_py.kron import modes, operator
 from fastkron_py.kron.checks import check_problem, check_tensors, factors_and_identities, is_identity
 from fastkron_py.kron.hadamard_orders import Hadamard, with_matrices
 from fastkron_py.kron.matmul import PLAIN, Epilogue
-from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar
@@ -192,18 +192,16 @@ def _on_arrays(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: A
         order = names[1::-1] if left else names[:2]
         raise type_error(names[0], f"an array: the order of arguments is ({', '.join(order)})", type_name(x))
     factors = factors_and_identities(factors, names[1])
-    given = {names[0]: x, **{f"{names[1]}[{i}]": f for i, f in enumerate(factors) if not _is_made(f)}}
-    given |= {} if z is None else {names[2]: z}
-    bridge = find_bridge(list(given.values()), list(given))
-    for name, scalar in (("alpha", alpha), ("beta", beta)):
-        if isinstance(scalar, Tensor):
-            raise type_error(name, f"a number, since {names[0]} is {bridge.noun}", "a torch tensor")
-    with bridge.context():
-        x, *tensors = (bridge.load(array, label) for label, array in given.items())
-        z = None if z is None else tensors.pop()
-        loaded = iter(tensors)
-        factors = [f if _is_made(f) else next(loaded) for f in factors]
-        return bridge.give_back(_multiply(x, factors, alpha, beta, z, precision, left, names))
+    arrays = {names[0]: x, **{f"{names[1]}[{i}]": f for i, f in enumerate(factors) if not _is_made(f)}}
+    arrays |= {} if z is None else {names[2]: z}
+
+    def call(loaded: dict[str, Tensor]) -> Tensor:
+        x, *tensors = loaded.values()
+        addend, matrices = None if z is None else tensors.pop(), iter(tensors)
+        filled = [f if _is_made(f) else next(matrices) for f in factors]
+        return _call(x, filled, alpha, beta, addend, precision, left, names)  # type: ignore[no-any-return]
+
+    return through_bridge(arrays, call, {"alpha": alpha, "beta": beta})
 
 
 def _is_made(factor: Any) -> bool:
@@ -220,7 +218,7 @@ def _multiply(
     precision: str | None,
     left: bool,
     names: tuple[str, str, str],
-    key: tuple[Any, ...] | None = None,
+    key: tuple[Any, ...] | None,
 ) -> Tensor:
     """The product of tensors, kept by this key if there is one."""
     check_precision(precision)

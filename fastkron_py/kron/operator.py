@@ -1,12 +1,13 @@
-"""Operators `fastkron::kron_matmul` and `fastkron::kron_matmul_backward`.
+"""Operators `fastkron::kron_matmul`, `fastkron::kron_matmul_backward` and `fastkron::kron_scaled`.
 
 kron_matmul           y = alpha * x @ K + beta * z     (left: alpha * K @ x + beta * z), K = F1 (x) ... (x) FN
 kron_matmul_backward  [dx] + [dF_i ...] of alpha * x @ K, only those asked for, in torch's convention for complex numbers:
                       dx = alpha * dy @ K^H, dF = alpha * x^H @ dy for one factor; `between` is an intermediate of the multiply, where its
                       program has saved one. It is a function of x and the factors that spares time, and no derivative reads it.
+kron_scaled           y = (x @ K) * z or (x @ K) / z, element by element, of a z that broadcasts, in either form
 
-Both are linear in each argument, over the real numbers. So the derivative of each, to every order, is a sum of calls of the two with one
-argument replaced, and no rule conjugates anything. A dimension of vmap is one more batch dimension.
+The first two are linear in each argument, over the real numbers. So the derivative of each of these, to every order, is a sum of calls
+of the two with one argument replaced, and no rule conjugates anything. A dimension of vmap is one more batch dimension.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from fastkron_py.kron.checks import result_shape
 from fastkron_py.kron.kron_plan import families
 from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_of, small_product, wanted
+from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.operator import DY, GradientCall, Operator, Saved
@@ -114,7 +116,7 @@ def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
-    x, *factors, z = batch_first(tensors, dims)
+    x, *factors, z = _batch_first(tensors, dims)
     if z is not None and all([dim is None for dim in dims[:-1]]):  # one product serves all samples
         alpha, beta, *rest = options
         return product((x, *factors), (alpha, *rest)) + beta * z, 0
@@ -171,7 +173,7 @@ def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], optio
     need_x, need_factors, *_ = options
     own = [t.shape if dim is None else t.movedim(dim, 0).shape[1:] for t, dim in zip(tensors[1:-1], dims[1:-1], strict=True)]
     shapes = [shape for shape, need in zip(own, (need_x, *need_factors), strict=True) if need]
-    dy, *operands = batch_first(tensors[:-1], dims[:-1])
+    dy, *operands = _batch_first(tensors[:-1], dims[:-1])
     rank = max([t.ndim for t in (dy, *operands)])
     # Gradients are one for each sample, so an operand that all share is repeated, as a view.
     x, *factors = [t if t.ndim == rank else t.expand(size, *[1] * (rank - 1 - t.ndim), *t.shape) for t in operands]
@@ -215,7 +217,7 @@ def _replaced(values: Sequence[T], i: int, value: T) -> list[T]:
     return [*values[:i], value, *values[i + 1 :]]
 
 
-def batch_first(tensors: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+def _batch_first(tensors: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
     """Vmapped dimensions in front of every other batch dimension, so that they broadcast."""
     rank = max([t.ndim - (dim is not None) for t, dim in zip(tensors, dims, strict=True) if t is not None])
 
@@ -250,4 +252,90 @@ kron_matmul_backward = Operator(
     vmap=_vmap_backward,
     unsaved=(-1,),
     scalars=(2,),
+)
+
+
+# ---- a product, times or over a tensor ---------------------------------------------------------------------------------------
+# The last launch of the product scales as it stores, so that ``diag(d) K x`` takes no pass of its own; z is read where it is, with strides
+# of 0 where it is broadcast. Products by torch are scaled in place by an operation after them: those on CPUs, those of wide factors that
+# are faster by torch's matrix products (`planner`), and those with a z whose batches have no constant stride.
+
+
+def multiply_scaled(factors: Sequence[Tensor], x: Tensor, diagonal: Tensor, *, divides: bool = False) -> Tensor:
+    """``diag(d) (F1 (x) ... (x) FN) x``, or with the inverse of the diagonal matrix.
+
+    Args:
+        factors: ``[*batch_i, P_i, Q_i]``, of x's dtype.
+        x: ``[*batch, n, M]``.
+        diagonal: d ``[*batch_d, N]``, whose batch dimensions broadcast to the product's; real, or of x's dtype.
+        divides: whether rows are divided by d.
+    """
+    z = diagonal.resolve_conj().unsqueeze(-1)
+    y: Tensor = kron_scaled(x, list(factors), z, divides, None, backend_of_call(), True)
+    return y
+
+
+def scaled(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """Tensors are x, the factors and z; options whether z divides, precision, backend and left."""
+    divides, precision, backend, left = options
+    build = Builder(tensors)
+    x, *factors, z = build.inputs
+    backend = backend_of(backend, tensors[0])
+    operands = [cast(build, f, x.dtype) for f in factors] if backend == "triton" else factors
+    call = Multiply(operands, backend, precision, left)
+    return build.program([call.add_scaled(build, x, z, divides)], [call.result_shape(x)])
+
+
+def _fake_scaled(x: Tensor, factors: Sequence[Tensor], z: Tensor, divides: bool, precision: Any, backend: str, left: bool) -> Tensor:
+    return _fake(x, factors, None, 1.0, 0.0, precision, backend, left)
+
+
+def _scale(y: Tensor, z: Tensor, divides: bool) -> Tensor:
+    return y / z if divides else y * z
+
+
+def _backward_scaled(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+    *operands, z = saved.tensors
+    *needs, need_z = saved.needs
+    divides, *rest = saved.options
+    gradients = reverse(_scale(dy, z.conj(), divides), operands, needs, (1.0, *rest))
+    dz = None
+    if need_z:
+        slope = product(operands, (1.0, *rest))
+        slope = -slope / (z * z) if divides else slope
+        dz = dy * slope.conj()
+        dz = (dz.real if dz.is_complex() and not z.is_complex() else dz).sum_to_size(z.shape)
+    return *gradients, dz
+
+
+def _jvp_scaled(saved: Saved, tangents: Sequence[Tensor | None]) -> Tensor | None:
+    *operands, z = saved.tensors
+    divides, *rest = saved.options
+    ty, tz = tangent(operands, tangents[:-1], (1.0, *rest)), tangents[-1]
+    found = None if ty is None else _scale(ty, z, divides)
+    if tz is None:
+        return found
+    moved = product(operands, (1.0, *rest)) * (-tz / (z * z) if divides else tz)
+    return moved if found is None else found + moved
+
+
+def _vmap_scaled(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
+    """A batch of the product, which torch scales."""
+    *operands, z = tensors
+    divides, *rest = options
+    y = product(_batch_first(operands, dims[:-1]), (1.0, *rest))
+    if dims[-1] is not None:
+        rank = y.ndim if all([d is None for d in dims[:-1]]) else y.ndim - 1
+        z = z.movedim(dims[-1], 0)
+        z = z.reshape(size, *[1] * (rank + 1 - z.ndim), *z.shape[1:])
+    return _scale(y, z, divides), 0
+
+
+kron_scaled = Operator(
+    "kron_scaled(Tensor x, Tensor[] factors, Tensor z, bool divides, str? precision, str backend, bool left) -> Tensor",
+    program=scaled,
+    fake=_fake_scaled,
+    backward=_backward_scaled,
+    jvp=_jvp_scaled,
+    vmap=_vmap_scaled,
 )

@@ -177,17 +177,21 @@ def _bridge(array: Any) -> Bridge | None:
     return _CupyBridge(array) if is_cupy_array(array) else None
 
 
-def through_bridge(arrays: Mapping[str, Any], call: Callable[[dict[str, Tensor]], Tensor]) -> Any:
+def through_bridge(arrays: Mapping[str, Any], call: Callable[[dict[str, Tensor]], Tensor], scalars: Mapping[str, Any] | None = None) -> Any:
     """A function's result on arrays of one library, in that library's own kind.
 
     Args:
         arrays: by their names in errors; the first decides on the library.
         call: from torch tensors by the same names.
+        scalars: arguments that may not be tensors here, by name.
 
     Raises:
-        TypeError: as `find_bridge`.
+        TypeError: as `find_bridge`, or a scalar that is a tensor.
     """
     bridge = find_bridge(list(arrays.values()), list(arrays))
+    for name, scalar in (scalars or {}).items():
+        if isinstance(scalar, Tensor):
+            raise type_error(name, f"a number, since {next(iter(arrays))} is {bridge.noun}", "a torch tensor")
     with bridge.context():
         return bridge.give_back(call({name: bridge.load(array, name) for name, array in arrays.items()}))
 
