@@ -53,10 +53,6 @@ class Entry(NamedTuple):
     options: tuple[Any, ...]
     operator: str
 
-    def __call__(self, given: Sequence[Tensor], options: tuple[Any, ...] | None = None) -> Any:
-        """The operator's result on tensors that the entry was found for; options where they differ in a scalar."""
-        return self.call(given, self.options if options is None else options)
-
 
 def about(tensors: Sequence[Tensor | None]) -> list[Hashable]:
     """The properties that a program of tensors depends on, but for their device: sizes, strides, dtype, a 16-byte boundary."""

@@ -218,7 +218,7 @@ class Program:
         if self._alone is None:
             from fastkron_py.runtime import launch  # Triton, which torch's backend does without
 
-            self._get_device, self._get_stream, self._is_hooked = launch.driver()
+            self._is_hooked, (self._get_device, self._get_stream) = launch.is_hooked, launch.driver()
             self._device = device.index if device.type == "cuda" else self._get_device()
 
     def takes(self, given: Sequence[Tensor]) -> bool:

@@ -45,7 +45,6 @@ CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fo
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 SINGLE_SLICES: Final = 128  # of a tile of a single step, as the closed form takes it, at most
-SINGLE_TILE: Final = 1 << 15  # elements of any one tile of a single step: more take a compiler minutes
 
 RESIDENT: Final = 128  # width up to which one step keeps the whole factor on chip, but for float64
 

@@ -19,7 +19,6 @@ from fastkron_py.kron.forward import is_mergeable, launches_of, multiply_problem
 from fastkron_py.kron.planner import choose, plans
 from fastkron_py.kron.tune.api import Report, TuningResult
 from fastkron_py.kron.tune.table import Choice, problem_of
-from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.runtime.program import Program
@@ -169,7 +168,7 @@ def search(x: Tensor, factors: Sequence[Tensor], precision: str | None, budget: 
 
     Arguments as in `Search`.
     """
-    with devices.on_device(x), torch.no_grad():
+    with torch.cuda.device_of(x), torch.no_grad():  # Triton launches on the current device
         found = Search(x if is_mergeable(x) else x.contiguous(), factors, precision, budget, report)
         try:
             found.run()
