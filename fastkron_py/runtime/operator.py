@@ -179,7 +179,7 @@ class Operator:
         self._is_single = self._schema.returns == "Tensor"
         self._gradient_call, self._jvp, self._vmap, self._in_torch, self._places = gradient_call, jvp, vmap, in_torch, places
         if backward is None and gradient_call is not None:
-            backward = self._run_gradient_call
+            backward = lambda saved, *cotangents: gradient_call(saved, *cotangents).run(cotangents[0])  # type: ignore[union-attr] # noqa: E731
         self._backward = backward
         # Lets rules take batches of gradients. Those of in_torch call autograd, so they take one sample at a time.
         self._over: Callable[[Callable[..., Any]], Callable[..., Any]] = batchable if in_torch is None else batchable_one_by_one
@@ -215,16 +215,15 @@ class Operator:
         if transforms_active():
             if self._in_torch is not None:
                 return self._in_torch(tensors, options)
-            if is_functionalizing():  # no autograd function may be
-                return self._shown(self.registered(*arguments))
-            return self._shown(self._function.apply(options, *tensors))
-        if not takes_fast_path(tensors):
-            return self._shown(self.registered(*arguments))
-        program = self._program(tensors, options, self._saving is not None and wants_gradient(tensors))
-        call = self._call_of(program, tensors)
-        found = call(given, options)
-        CACHE.keep(key, given, program, call, options, self.name)
-        return found
+            if not is_functionalizing():  # where no autograd function may be
+                return self._shown(self._function.apply(options, *tensors))
+        elif takes_fast_path(tensors):
+            program = self._program(tensors, options, self._saving is not None and wants_gradient(tensors))
+            call = self._call_of(program, tensors)
+            found = call(given, options)
+            CACHE.keep(key, given, program, call, options, self.name)
+            return found
+        return self._shown(self.registered(*arguments))
 
     def _call_of(self, program: Program, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
         """The function that runs a program on tensors like these; where a gradient is wanted, autograd's rule or the program's own."""
@@ -232,9 +231,7 @@ class Operator:
             return partial(self._by_autograd, program) if program.differentiable is not None else Differentiable(self, tensors, program)
         if not self._is_single:
             return lambda given, options: self._shown(self._results(program, given, options))
-        if program.has_scalars:
-            return lambda given, options: program(given, self._numbers(options))[0]
-        return lambda given, options: program(given)[0]
+        return lambda given, options: program(given, self._numbers(options))[0]
 
     def _by_autograd(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
         """The result of a program whose operations autograd records."""
@@ -263,7 +260,7 @@ class Operator:
     def _results(self, program: Program, given: Sequence[Tensor], options: Sequence[Any]) -> Any:
         """A program's results as the schema has them."""
         found = program(given, self._numbers(options))
-        return found[0] if self._is_single and not program.saved else found if self._schema.returns == "Tensor[]" else tuple(found)
+        return found[0] if self._is_single else found if self._schema.returns == "Tensor[]" else tuple(found)
 
     def _shown(self, found: Any, saved: int = 0) -> Any:
         """The results but for those that are kept, and those that the program saves; autograd functions make tuples of lists."""
@@ -286,12 +283,6 @@ class Operator:
         call = ctx.call
         read, kept = found[: len(call.read)], found[len(call.read) :]
         return Saved(call.spread(read, call.read), kept, call.shapes, ctx.options, call.spread(needs, call.present, False), call.alone)
-
-    def _run_gradient_call(self, saved: Saved, *cotangents: Tensor) -> Sequence[Tensor | None]:
-        call = self._gradient_call(saved, *cotangents)  # type: ignore[misc]
-        if call is None:
-            raise RuntimeError(f"{self.name}: expected a backward rule beside a gradient call that may be None")
-        return call.run(cotangents[0])
 
     def _reverse(self, ctx: Any, needs: Sequence[bool], found: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Sequence[Tensor | None]:
         """The gradients of all tensors by the backward rule; arguments as in `_saved`."""
@@ -490,10 +481,11 @@ class Differentiable:
         picks = [next((i for i, v in enumerate(values) if v is t), -1) for t in given]
         entry = operator.entry(call.tensors, call.options) if given and -1 not in picks else None
         if entry is not None and entry.program is not None:
-            numbers = operator._numbers(call.options) if entry.program.has_scalars else ()
             places = [call.places[i] for i in self.present]
             spread = picker([-1 if place is None else -2 if place == DY else place for place in places])
-            self.reverses.append(_Reverse((options, settings()), entry.check, entry.program, numbers, picker(picks), spread))
+            self.reverses.append(
+                _Reverse((options, settings()), entry.check, entry.program, operator._numbers(call.options), picker(picks), spread)
+            )
             del self.reverses[:-_MOST_REVERSES]
 
 
@@ -518,7 +510,7 @@ def _node_of(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx: Any, call: Differentiable, options: tuple[Any, ...], *given: Tensor) -> Any:
             program: Program = call.program  # type: ignore[assignment]
-            found: Any = program(given, operator._numbers(options) if program.has_scalars else ())
+            found: Any = program(given, operator._numbers(options))
             found = found[0] if call.is_single else tuple(found)
             call.save(ctx, given, options, found)
             return found
