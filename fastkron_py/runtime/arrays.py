@@ -17,6 +17,7 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
+from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name
 
 DTYPES: Final = ("float16", "float32", "float64", "complex64", "complex128")
@@ -73,7 +74,7 @@ class _NumpyBridge(Bridge):
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        with _dtypes_without_torch(), torch.autocast("cpu", enabled=False):  # NumPy has no bfloat16 to give back
+        with _dtypes_without_torch(), without_autocast(torch.device("cpu")):  # NumPy has no bfloat16 to give back
             yield
 
 
@@ -111,7 +112,8 @@ class _CupyBridge(Bridge):
             handle = int(current.ptr)
             # 0 and 1 are CUDA's names of the legacy default stream, which torch knows as its default stream.
             stream = torch.cuda.default_stream(self._device) if handle in (0, 1) else torch.cuda.ExternalStream(handle, device=self._device)
-            with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.autocast("cuda", enabled=False), _dtypes_without_torch():
+            no_autocast = without_autocast(torch.device("cuda"))
+            with torch.cuda.device(self._device), torch.cuda.stream(stream), no_autocast, _dtypes_without_torch():
                 yield
 
     def load(self, array: Any, name: str) -> Tensor:
