@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Sequence
+from operator import is_
 from typing import Any, Final, Never, TypeVar
 
 import torch
@@ -163,17 +164,23 @@ def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, l
     key = None if torch.compiler.is_compiling() else _key(factors, alpha, beta, z, precision, left)
     if key is not None:
         given = (x, *factors) if z is None else (x, *factors, z)
+        if int in map(type, factors):  # identities are a part of the key, since guards are of tensors
+            key = (*key, *[f if type(f) is int else None for f in factors])
+            given = tuple([t for t in given if type(t) is not int])
         entry = CACHE.find(key, given)
         if entry is not None:
             return entry.call(given, (float(alpha), float(beta), *entry.options[2:]))
         if z is None and type(x) in TENSOR_TYPES and not x.is_nested and x.ndim == 1:  # kept as a matrix
-            given = (x.unsqueeze(-1 if left else 0), *factors)
+            given = (x.unsqueeze(-1 if left else 0), *given[1:])
             entry = CACHE.find(key, given)
             if entry is not None:
                 return entry.call(given, (float(alpha), float(beta), *entry.options[2:])).squeeze(-1 if left else -2)
     if not isinstance(x, Tensor):
         return _on_arrays(x, factors, alpha, beta, z, precision, left, names)
-    return _multiply(x, factors_and_identities(factors, names[1]), alpha, beta, z, precision, left, names, key)
+    listed = factors_and_identities(factors, names[1])
+    if key is not None and not all(map(is_, listed, factors)):
+        key = None  # which does not tell NumPy's integers
+    return _multiply(x, listed, alpha, beta, z, precision, left, names, key)
 
 
 def _key(factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool) -> tuple[Any, ...] | None:
@@ -253,7 +260,7 @@ def _has_vector_program(given: tuple[Any, ...]) -> bool:
 def _product(x: Tensor, factors: list[Any], epilogue: Epilogue, precision: str | None, left: bool, key: Hashable) -> Tensor:
     """``[*batch, M, N]`` (left: ``[*batch, N, M]``) by the operator, or by more than one call of it beside identities."""
     if any([is_identity(f) for f in factors]):
-        return modes.multiply(x, factors, left, precision, epilogue)
+        return modes.multiply(x, factors, left, precision, epilogue, key)
     alpha, beta, z = epilogue
     y: Tensor = operator.kron_matmul(x, factors, z, alpha, beta, precision, backend_of_call(), left, key=key)
     return y
