@@ -63,7 +63,7 @@ CACHED = (
 )
 OUT = ("tests/adapters/test_out.py", "tests/kron/test_hadamard.py")
 SLICED = "fastkron_py/kron/kernels/sliced_multiply.py"
-DERIVATIVES = "fastkron_py/kron/derivatives.py"
+DERIVATIVES = "fastkron_py/kron/operator.py"
 CALLS = "fastkron_py/runtime/call_cache.py"
 RANKS = ("tests/distributed/test_kron_matmul.py", "tests/distributed/test_operators.py")
 PULL = ("tests/distributed/transport/test_pull.py",)
@@ -139,14 +139,14 @@ FAULTS = [
         "parts[-1].append(f)",
         ("tests/kron/test_identity.py", KRON_CONTRACTS),
     ),
+    Fault(DERIVATIVES, "others, _replaced(needs, i, False), options", "others, needs, options", DERIVED),
+    Fault(DERIVATIVES, "i, t), _replaced(needs, i, False), options", "i, t), needs, options", DERIVED),
     Fault(
         DERIVATIVES,
-        "[need and j != i for j, need in enumerate(need_factors)])\n    return sum_dy",
-        "list(need_factors))\n    return sum_dy",
+        "_plus(total, product(_replaced(operands, i, t), options))",
+        "_plus(total, product(_replaced(operands, i, t), (1.0, *options[1:])))",
         DERIVED,
     ),
-    Fault(DERIVATIVES, "dy, tx, factors, False, need_factors", "dy, tx, factors, need_x, need_factors", DERIVED),
-    Fault(DERIVATIVES, "_plus(total, calls.multiply(t, fs, None, alpha,", "_plus(total, calls.multiply(t, fs, None, 1.0,", DERIVED),
     Fault("fastkron_py/kron/modes.py", "[order.index(dim) for dim in range(x.ndim)]", "order", ("tests/kron/test_mode_matmul.py",)),
     Fault("fastkron_py/kron/canonical.py", "for i in others]\n", "for i in range(len(factors))]\n", ("tests/kron/test_units.py",)),
     Fault(

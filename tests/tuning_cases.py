@@ -8,14 +8,8 @@ import torch
 import triton
 
 from fastkron_py import reference
-from fastkron_py.kron.families.tile import ChainConfig, SingleConfig
 from fastkron_py.kron.plan.steps import Launch, Step
-from fastkron_py.kron.tune.choice import Choice, Problem
-from fastkron_py.kron.tune.table import Entry
-
-SINGLE = SingleConfig(16, 16, 16, 8, 3, 2)
-CHAIN = ChainConfig(16, 4, 1, 1)
-
+from fastkron_py.kron.tune.table import Choice, Entry, Problem
 
 FACTORS = ((3, 5), (4, 2))
 
@@ -32,13 +26,13 @@ def problem(factors=FACTORS, rows=4, columns=1, dtype="float32", device=HERE, ba
     return Problem(device, version(), dtype, "highest", tuple(factors), rows, columns, batched, contiguous)
 
 
-def launch(steps, family="tile", config=None, factors=FACTORS):
+def launch(steps, family="tile", factors=FACTORS):
     ps, qs = zip(*factors, strict=True)
-    return Launch(tuple([Step(i, j, math.prod(ps[i:j]), math.prod(qs[i:j])) for i, j in steps]), family, config)
+    return Launch(tuple([Step(i, j, math.prod(ps[i:j]), math.prod(qs[i:j])) for i, j in steps]), family)
 
 
-def single(start, stop=None, config=SINGLE):
-    return launch(((start, start + 1 if stop is None else stop),), config=config)
+def single(start, stop=None):
+    return launch(((start, start + 1 if stop is None else stop),))
 
 
 def choice(*launches):
@@ -101,6 +95,5 @@ def noted_launches(monkeypatch):
 
 
 def kernels(launches):
-    """Names of the kernels that are launched by preference, with their first block size."""
-    configs = [launch.launcher.configs[0] for launch in launches]
-    return [("single" if "sliced" in c.kernel.__name__ else "chain", c.arguments["BLOCK_S"]) for c in configs]
+    """Names of the kernels that are launched by preference."""
+    return ["single" if "sliced" in launch.launcher.configs[0].kernel.__name__ else "chain" for launch in launches]

@@ -130,11 +130,11 @@ def _added(p: Problem, random_: random.Random) -> Iterator[Any]:
 
 
 def _scaled(p: Problem, random_: random.Random) -> Iterator[Any]:
-    from fastkron_py.kron import scaled
+    from fastkron_py.kron import operator
 
     x, factors, result = _operands(p)
     z = _empty((result[0], 1), p["dtype"])
-    yield scaled._program([x, *factors, z], (random_.random() < 0.5, p["precision"], "triton", p["left"]))
+    yield operator.scaled([x, *factors, z], (random_.random() < 0.5, p["precision"], "triton", p["left"]))
 
 
 def _complex(p: Problem, random_: random.Random) -> Iterator[Any]:

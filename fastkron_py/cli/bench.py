@@ -18,7 +18,7 @@ from fastkron_py.cli.compare import HAS_GPYTORCH, OURS, Measurement, Settings, c
 from fastkron_py.cli.display import chosen_device, device_name, fail, number, table
 from fastkron_py.cli.shapes import Shape, parse_shapes
 from fastkron_py.cli.text import bytes_text, seconds_text
-from fastkron_py.kron.tune.choice import ITEMSIZE
+from fastkron_py.kron.tune.table import ITEMSIZE
 from fastkron_py.runtime.errors import value_error
 
 DEFAULT_SHAPES: Final = {"cpu": "1024:8^3,1024:32^2,16:16^4", "cuda": "1024:8^5,1024:32^3,256:64^3"}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from fastkron_py.kron.tune.choice import FACTORS_MOST, Problem
+from fastkron_py.kron.tune.table import FACTORS_MOST, Problem
 from fastkron_py.runtime.errors import value_error
 
 EXPECTED: Final = "problems like 1024:8^5, 16:32x32x8 or 256:52>65x50>20, separated by commas"

@@ -18,8 +18,7 @@ from fastkron_py.cli.text import seconds_text
 from fastkron_py.kron.tune import api as tuner
 from fastkron_py.kron.tune import table as tables
 from fastkron_py.kron.tune.api import TuningResult
-from fastkron_py.kron.tune.choice import ITEMSIZE
-from fastkron_py.kron.tune.table import Entry
+from fastkron_py.kron.tune.table import ITEMSIZE, Entry
 from fastkron_py.runtime.checks import check_precision
 from fastkron_py.runtime.errors import value_error
 
@@ -37,7 +36,7 @@ def tune(
     clear: Annotated[bool, typer.Option("--clear", help="Empty the table first.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write the table into this folder, a file a device, as tables ship.")] = None,
 ) -> None:
-    """Autotune plans and kernel configurations, and cache the fastest.
+    """Time the planner's best plans, and cache the fastest.
 
     FACTORS are P, or P>Q for P rows and Q columns, joined by x; ^N repeats one.
     """

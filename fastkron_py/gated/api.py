@@ -131,7 +131,7 @@ def _call(x: Any, weight: Any, bias: Any, after: tuple[Any, Any], activation: An
         key = "gated", activation, layout, backward, precision, operator.order(weight, gate), *absent
         entry = CACHE.find(key, given)
         if entry is not None:
-            return entry(given)
+            return entry.call(given, entry.options)
     check_precision(precision)
     check_choice("layout", layout, LAYOUTS)
     check_choice("backward", backward, BACKWARDS)

@@ -89,7 +89,7 @@ def poly_kan(
         given: Any = (x, coefficients) if bias is None else (x, coefficients, bias)
         entry = CACHE.find(key, given)
         if entry is not None:
-            return entry(given)  # type: ignore[no-any-return]
+            return entry.call(given, entry.options)  # type: ignore[no-any-return]
     check_precision(precision)
     if isinstance(x, Tensor):
         checked = _checked(basis, basis_parameters, normalization, bounds, evaluation, lut_size)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Hashable, Sequence
-from typing import Any, Never, TypeVar
+from operator import is_
+from typing import Any, Final, Never, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fastkron_py.kron import modes, operator
 from fastkron_py.kron.checks import check_problem, check_tensors, factors_and_identities, is_identity
 from fastkron_py.kron.hadamard_orders import Hadamard, with_matrices
 from fastkron_py.kron.matmul import PLAIN, Epilogue
-from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar
@@ -23,6 +24,7 @@ from fastkron_py.runtime.precision import autocast_dtype, cast
 
 ArrayT = TypeVar("ArrayT")
 Scalar = float | complex | Tensor
+_LARGEST: Final = sys.float_info.max
 
 
 def kron_matmul(
@@ -162,24 +164,30 @@ def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, l
     key = None if torch.compiler.is_compiling() else _key(factors, alpha, beta, z, precision, left)
     if key is not None:
         given = (x, *factors) if z is None else (x, *factors, z)
+        if int in map(type, factors):  # identities are a part of the key, since guards are of tensors
+            key = (*key, *[f if type(f) is int else None for f in factors])
+            given = tuple([t for t in given if type(t) is not int])
         entry = CACHE.find(key, given)
         if entry is not None:
-            return entry.call(given, (alpha, beta, *entry.options[2:]))
+            return entry.call(given, (float(alpha), float(beta), *entry.options[2:]))
         if z is None and type(x) in TENSOR_TYPES and not x.is_nested and x.ndim == 1:  # kept as a matrix
-            given = (x.unsqueeze(-1 if left else 0), *factors)
+            given = (x.unsqueeze(-1 if left else 0), *given[1:])
             entry = CACHE.find(key, given)
             if entry is not None:
-                return entry.call(given, (alpha, beta, *entry.options[2:])).squeeze(-1 if left else -2)
+                return entry.call(given, (float(alpha), float(beta), *entry.options[2:])).squeeze(-1 if left else -2)
     if not isinstance(x, Tensor):
         return _on_arrays(x, factors, alpha, beta, z, precision, left, names)
-    return _multiply(x, factors_and_identities(factors, names[1]), alpha, beta, z, precision, left, names, key)
+    listed = factors_and_identities(factors, names[1])
+    if key is not None and not all(map(is_, listed, factors)):
+        key = None  # which does not tell NumPy's integers
+    return _multiply(x, listed, alpha, beta, z, precision, left, names, key)
 
 
 def _key(factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool) -> tuple[Any, ...] | None:
     """The key of a call in the cache; None for calls that are not kept. Nothing has been checked yet."""
-    if type(factors) not in (list, tuple) or type(alpha) is not float or type(beta) not in (float, int):
+    if type(factors) not in (list, tuple) or type(alpha) not in (float, int) or type(beta) not in (float, int):
         return None
-    if not (-math.inf < alpha < math.inf and -math.inf < beta < math.inf) or (z is None and beta != 0):
+    if not (-_LARGEST <= alpha <= _LARGEST and -_LARGEST <= beta <= _LARGEST) or (z is None and beta != 0):
         return None
     if not (precision is None or type(precision) is str):
         return None
@@ -191,18 +199,16 @@ def _on_arrays(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: A
         order = names[1::-1] if left else names[:2]
         raise type_error(names[0], f"an array: the order of arguments is ({', '.join(order)})", type_name(x))
     factors = factors_and_identities(factors, names[1])
-    given = {names[0]: x, **{f"{names[1]}[{i}]": f for i, f in enumerate(factors) if not _is_made(f)}}
-    given |= {} if z is None else {names[2]: z}
-    bridge = find_bridge(list(given.values()), list(given))
-    for name, scalar in (("alpha", alpha), ("beta", beta)):
-        if isinstance(scalar, Tensor):
-            raise type_error(name, f"a number, since {names[0]} is {bridge.noun}", "a torch tensor")
-    with bridge.context():
-        x, *tensors = (bridge.load(array, label) for label, array in given.items())
-        z = None if z is None else tensors.pop()
-        loaded = iter(tensors)
-        factors = [f if _is_made(f) else next(loaded) for f in factors]
-        return bridge.give_back(_multiply(x, factors, alpha, beta, z, precision, left, names))
+    arrays = {names[0]: x, **{f"{names[1]}[{i}]": f for i, f in enumerate(factors) if not _is_made(f)}}
+    arrays |= {} if z is None else {names[2]: z}
+
+    def call(loaded: dict[str, Tensor]) -> Tensor:
+        x, *tensors = loaded.values()
+        addend, matrices = None if z is None else tensors.pop(), iter(tensors)
+        filled = [f if _is_made(f) else next(matrices) for f in factors]
+        return _call(x, filled, alpha, beta, addend, precision, left, names)  # type: ignore[no-any-return]
+
+    return through_bridge(arrays, call, {"alpha": alpha, "beta": beta})
 
 
 def _is_made(factor: Any) -> bool:
@@ -219,7 +225,7 @@ def _multiply(
     precision: str | None,
     left: bool,
     names: tuple[str, str, str],
-    key: tuple[Any, ...] | None = None,
+    key: tuple[Any, ...] | None,
 ) -> Tensor:
     """The product of tensors, kept by this key if there is one."""
     check_precision(precision)
@@ -254,7 +260,7 @@ def _has_vector_program(given: tuple[Any, ...]) -> bool:
 def _product(x: Tensor, factors: list[Any], epilogue: Epilogue, precision: str | None, left: bool, key: Hashable) -> Tensor:
     """``[*batch, M, N]`` (left: ``[*batch, N, M]``) by the operator, or by more than one call of it beside identities."""
     if any([is_identity(f) for f in factors]):
-        return modes.multiply(x, factors, left, precision, epilogue)
+        return modes.multiply(x, factors, left, precision, epilogue, key)
     alpha, beta, z = epilogue
     y: Tensor = operator.kron_matmul(x, factors, z, alpha, beta, precision, backend_of_call(), left, key=key)
     return y

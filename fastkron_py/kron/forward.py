@@ -16,8 +16,7 @@ from fastkron_py.kron.kernels.epilogues import AXPBY, SCALE, StoreEpilogue
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.planner import choose
 from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, batch_stride
-from fastkron_py.kron.tune.choice import Choice
-from fastkron_py.kron.tune.table import tuned
+from fastkron_py.kron.tune.table import Choice, tuned
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import counts_host, families_in_force
 from fastkron_py.runtime.builder import Builder

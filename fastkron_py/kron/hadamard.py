@@ -136,7 +136,7 @@ def _added(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...]) -> Tensor
         return cast("Tensor", operator(x, matrix, *options))
     given = (x,) if matrix is None else (x, matrix)
     entry = CACHE.find(operator.name, given)  # a program is that of a shape, for any scale
-    y: Tensor = operator(x, matrix, *options, key=operator.name) if entry is None else entry(given, options)
+    y: Tensor = operator(x, matrix, *options, key=operator.name) if entry is None else entry.call(given, options)
     return y
 
 
@@ -150,7 +150,7 @@ def _write(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...], out: Tens
         made(given, options[:1])
         CACHE.keep(key, given, made, lambda given, options: made(given, options[:1]), options, operator.name)
     else:
-        entry(given, options)
+        entry.call(given, options)
     increment_version(out)  # a backward pass that has saved x raises, as after torch's own writes
     return out
 

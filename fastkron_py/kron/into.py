@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, contiguous_pr
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
-from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.precision import resolved
@@ -68,7 +68,7 @@ def multiply_into(blocks: Sequence[Tensor], factors: Sequence[Tensor], outs: Seq
     # The program reads memory, which torch's dispatcher makes right elsewhere.
     blocks, factors = ([t.resolve_conj().resolve_neg() for t in given] for given in (blocks, factors))
     tensors, sides = (*blocks, *factors, *outs), (len(blocks), len(outs))
-    key = _key("multiply_into", tensors, (*sides, alpha == 1, precision))
+    key = "multiply_into", *sides, alpha == 1, precision, *about(tensors), tensors[0].device
     with torch.no_grad():
         CACHE.program(key, lambda: _program(tensors, sides, alpha, precision))(tensors, (alpha,))
 
@@ -92,18 +92,10 @@ def gradients_into(
     """
     dy, x, *factors = [t.resolve_conj().resolve_neg() for t in (dy, x, *factors)]
     tensors = dy, x, *factors, *(() if dx is None else (dx,))
-    key = _key("gradients_into", tensors, (tuple(needs), alpha == 1, precision))
+    key = "gradients_into", *needs, alpha == 1, precision, *about(tensors), tensors[0].device
     with torch.no_grad():
         found: list[Tensor] = CACHE.program(key, lambda: _gradients(tensors, needs, alpha, precision))(tensors, (alpha,))
     return found
-
-
-def _key(name: str, tensors: Sequence[Tensor], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that a program of tensors on one device depends on."""
-    unaligned = 0
-    for t in tensors:
-        unaligned |= t.data_ptr()
-    return name, *options, *[(t.shape, t.stride(), t.dtype) for t in tensors], tensors[0].device, unaligned & 15 == 0
 
 
 def _gradients(tensors: Sequence[Tensor], needs: Sequence[bool], alpha: float, precision: str | None) -> Program:

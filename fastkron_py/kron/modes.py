@@ -114,7 +114,8 @@ def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | 
     runs = _runs([[of[dim]] if dim in of else [] for dim in order], 0)
     y = _multiply_runs(x.permute(order), runs, 0, precision, PLAIN).permute([order.index(dim) for dim in range(x.ndim)])
     if key is not None and len(runs) == 1 and x.is_contiguous() and list(of) == sorted(of) and takes_fast_path((x, *matrices)):
-        _keep(key, (x, *matrices), runs[0], precision)
+        _, (packed, _, shape), left = _contraction(x.shape, runs[0], 0)
+        _keep(key, (x, *matrices), packed, shape, left, (1.0, 0.0, precision, requested_backend(), left))
     return y
 
 
@@ -152,14 +153,24 @@ def _multiply_tuple(x: Tensor, dims: list[int], matrix: Any, columns: Any, name:
     return found
 
 
-def _keep(key: Hashable, given: tuple[Tensor, ...], run: Run, precision: str | None) -> None:
-    """Keep a call by its key: its tensors go to the operator's own call, which was kept before."""
-    _, (packed, _, shape), left = _contraction(given[0].shape, run, 0)
+def _keep(
+    key: Hashable, given: tuple[Tensor, ...], packed: Sequence[int], shape: Sequence[int], turns: bool, options: tuple[Any, ...]
+) -> None:
+    """Keep a call by its key: its tensors go to the operator's own call, which was kept before.
+
+    Args:
+        key: of the call.
+        given: its tensors: x and the factors.
+        packed: the shape in which the operator has x.
+        shape: of the result.
+        turns: whether the operator has the factors transposed.
+        options: of the operator.
+    """
 
     def operands(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return given[0].reshape(packed), *_on_side(given[1:], left)
+        return given[0].reshape(packed), *_on_side(given[1:], turns)
 
-    entry = operator.kron_matmul.entry((*operands(given), None), (1.0, 0.0, precision, requested_backend(), left))
+    entry = operator.kron_matmul.entry((*operands(given), None), options)
     if entry is not None:
         inner = entry.call
         CACHE.keep(
@@ -191,7 +202,7 @@ def _memory_order(x: Tensor) -> list[int]:
 # ---- identities ------------------------------------------------------------------------------------
 
 
-def multiply(x: Tensor, factors: Sequence[Factor], left: bool, precision: str | None, epilogue: Epilogue) -> Tensor:
+def multiply(x: Tensor, factors: Sequence[Factor], left: bool, precision: str | None, epilogue: Epilogue, key: Hashable = None) -> Tensor:
     """``alpha * x @ (F1 (x) ... (x) FN) + beta * z``, or with the product to the left of x.
 
     Args:
@@ -200,6 +211,7 @@ def multiply(x: Tensor, factors: Sequence[Factor], left: bool, precision: str | 
         left: the form.
         precision: of float32 products.
         epilogue: applied to the result; z broadcasts to it.
+        key: by which the call is kept, if it takes one product.
 
     Returns:
         ``[*batch, M, N]`` or ``[*batch, N, M]``, contiguous.
@@ -219,8 +231,15 @@ def multiply(x: Tensor, factors: Sequence[Factor], left: bool, precision: str | 
         return found
 
     of: list[list[Tensor]] = [part if isinstance(part, list) else [] for part in parts]
-    epilogue = Epilogue(alpha, beta, None if z is None else split(z, -1))
-    return multiply_runs(split(x, -2), [*of, []] if left else [[], *of], batch, precision, epilogue).reshape(shape)
+    epilogue, operand = Epilogue(alpha, beta, None if z is None else split(z, -1)), split(x, -2)
+    runs = _runs([*of, []] if left else [[], *of], batch)
+    y = _multiply_runs(operand, runs, batch, precision, epilogue).reshape(shape)
+    given = (x, *[f for f in factors if isinstance(f, Tensor)])
+    is_one = z is None and len(runs) == 1 and not runs[0].is_batched
+    if key is not None and is_one and x.is_contiguous() and takes_fast_path(given):
+        _, (packed, _, _), aside = _contraction(operand.shape, runs[0], 0)
+        _keep(key, given, packed, shape, aside != left, (alpha, 0.0, precision, requested_backend(), aside))
+    return y
 
 
 def merged(factors: Sequence[Any]) -> list[Any]:
@@ -335,23 +354,8 @@ class Run(NamedTuple):
         return any([f.ndim > _MATRIX for f in self.factors])
 
 
-def multiply_runs(x: Tensor, of: Sequence[Sequence[Tensor]], batch: int, precision: str | None, epilogue: Epilogue = PLAIN) -> Tensor:
-    """Multiply dimensions of x by matrices; the runs that shrink x come first.
-
-    Args:
-        x: ``[*batch, *dims]``.
-        of: the factors of each of the dims, ``[*batch_i, P_i, Q_i]``, none for dims that are left as they are. At least one in all.
-        batch: number of x's batch dimensions, at least that of each factor's.
-        precision: of float32 products.
-        epilogue: applied to the result; z has its shape.
-
-    Returns:
-        ``[*batch, *dims]`` with each dim's ``prod(P_i)`` replaced by ``prod(Q_i)``, contiguous.
-    """
-    return _multiply_runs(x, _runs(of, batch), batch, precision, epilogue)
-
-
 def _multiply_runs(x: Tensor, runs: Sequence[Run], batch: int, precision: str | None, epilogue: Epilogue) -> Tensor:
+    """Multiply runs of ``[*batch, *dims]``; those that shrink x come first, and the epilogue, whose z has the result's shape, last."""
     *others, last = _by_growth(runs)
     for run in others:
         x = _contract(x, run, batch, precision, PLAIN)

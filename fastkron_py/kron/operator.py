@@ -1,30 +1,34 @@
-"""Operators `fastkron::kron_matmul` and `fastkron::kron_matmul_backward`.
+"""Operators `fastkron::kron_matmul`, `fastkron::kron_matmul_backward` and `fastkron::kron_scaled`.
 
 kron_matmul           y = alpha * x @ K + beta * z     (left: alpha * K @ x + beta * z), K = F1 (x) ... (x) FN
 kron_matmul_backward  [dx] + [dF_i ...] of alpha * x @ K, only those asked for, in torch's convention for complex numbers:
                       dx = alpha * dy @ K^H, dF = alpha * x^H @ dy for one factor; `between` is an intermediate of the multiply, where its
                       program has saved one. It is a function of x and the factors that spares time, and no derivative reads it.
+kron_scaled           y = (x @ K) * z or (x @ K) / z, element by element, of a z that broadcasts, in either form
 
-Both are multilinear over the real numbers, so the derivative of each is made of the two (`derivatives`), to every order.
+The first two are linear in each argument, over the real numbers. So the derivative of each of these, to every order, is a sum of calls
+of the two with one argument replaced, and no rule conjugates anything. A dimension of vmap is one more batch dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import derivatives
 from fastkron_py.kron.checks import result_shape
-from fastkron_py.kron.derivatives import Calls
 from fastkron_py.kron.kron_plan import families
 from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_of, small_product, wanted
+from fastkron_py.runtime.backend import backend_of_call
+from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.operator import DY, GradientCall, Operator, Saved
 from fastkron_py.runtime.program import Program
+
+T = TypeVar("T")
 
 # ---- their programs --------------------------------------------------------------------------------
 
@@ -105,19 +109,18 @@ def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
 
 
 def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Tensor | None:
-    x, *factors, _ = saved.tensors
-    tx, *tfactors, tz = tangents
+    *operands, _ = saved.tensors
     alpha, beta, *rest = saved.options
-    ty = derivatives.forward(CALLS, x, factors, tx, tfactors, (alpha, *rest))
-    if tz is None:
-        return ty
-    shift: Tensor = beta * tz
-    return shift if ty is None else ty + shift
+    ty = tangent(operands, tangents[:-1], (alpha, *rest))
+    return ty if tangents[-1] is None else _plus(ty, beta * tangents[-1])
 
 
 def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
-    x, *factors, z = tensors
-    return derivatives.vmap_multiply(CALLS, (dims[0], dims[1:-1], dims[-1]), x, factors, z, *options)
+    x, *factors, z = _batch_first(tensors, dims)
+    if z is not None and all([dim is None for dim in dims[:-1]]):  # one product serves all samples
+        alpha, beta, *rest = options
+        return product((x, *factors), (alpha, *rest)) + beta * z, 0
+    return kron_matmul(x, factors, z, *options), 0
 
 
 def _fake_backward(
@@ -136,24 +139,95 @@ def _fake_backward(
 
 
 def _backward_second(saved: Saved, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-    dy, x, *factors, _ = saved.tensors
-    need_dy, need_x, *need_factors, _ = saved.needs
-    wanted, options = saved.options[:2], saved.options[2:]
-    needs = (need_dy, need_x, need_factors)
-    ddy, dx, dfs = derivatives.reverse_of_gradients(CALLS, cotangents, wanted, dy, x, factors, needs, options)
-    return ddy, dx, *dfs, None
+    """Cotangents of dy and the operands, from those c of dx and each dF_i, as far as these were asked for.
+
+    With K_i the product whose i-th operand is c_i, the scalar <cx, dx> + sum_i <c_i, dF_i> is <sum_i K_i, dy>, of complex numbers its real
+    part: every term is a multiply again.
+    """
+    dy, *operands, _ = saved.tensors
+    need_dy, *needs, _ = saved.needs
+    need_x, need_factors, *options = saved.options
+    ddy: Tensor | None = None
+    sums: list[Tensor | None] = [None] * len(operands)
+    for i, c in enumerate(take(cotangents, (need_x, *need_factors))):
+        if c is not None:
+            others = _replaced(operands, i, c)
+            ddy = _plus(ddy, product(others, options).sum_to_size(dy.shape)) if need_dy else None
+            sums = list(map(_plus, sums, reverse(dy, others, _replaced(needs, i, False), options)))
+    return ddy, *sums, None
 
 
 def _jvp_second(saved: Saved, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-    dy, x, *factors, _ = saved.tensors
-    tdy, tx, *tfactors, _ = tangents
-    (need_x, need_factors), options = saved.options[:2], saved.options[2:]
-    return derivatives.forward_of_gradients(CALLS, dy, x, factors, tdy, tx, tfactors, need_x, need_factors, options)
+    dy, *operands, _ = saved.tensors
+    tdy, *rest, _ = tangents
+    need_x, need_factors, *options = saved.options
+    needs = [need_x, *need_factors]
+    sums = [None] * len(operands) if tdy is None else reverse(tdy, operands, needs, options)
+    for i, t in enumerate(rest):
+        if t is not None:
+            sums = list(map(_plus, sums, reverse(dy, _replaced(operands, i, t), _replaced(needs, i, False), options)))
+    return [total for total, need in zip(sums, needs, strict=True) if need]
 
 
 def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
-    dy, x, *factors, _ = tensors
-    return derivatives.vmap_gradients(CALLS, size, (*dims[:2], dims[2:-1]), dy, x, factors, *options)
+    need_x, need_factors, *_ = options
+    own = [t.shape if dim is None else t.movedim(dim, 0).shape[1:] for t, dim in zip(tensors[1:-1], dims[1:-1], strict=True)]
+    shapes = [shape for shape, need in zip(own, (need_x, *need_factors), strict=True) if need]
+    dy, *operands = _batch_first(tensors[:-1], dims[:-1])
+    rank = max([t.ndim for t in (dy, *operands)])
+    # Gradients are one for each sample, so an operand that all share is repeated, as a view.
+    x, *factors = [t if t.ndim == rank else t.expand(size, *[1] * (rank - 1 - t.ndim), *t.shape) for t in operands]
+    found = kron_matmul_backward(dy, x, factors, None, *options)
+    return [t.reshape(size, *shape) for t, shape in zip(found, shapes, strict=True)], [0] * len(found)
+
+
+# ---- rules that derivatives of all orders are made of: operands are x and the factors ----------------------------------------
+
+
+def product(operands: Sequence[Tensor], options: Sequence[Any]) -> Tensor:
+    """``alpha * x @ K``; options are alpha, precision, backend and left."""
+    (x, *factors), (alpha, *rest) = operands, options
+    y: Tensor = kron_matmul(x, factors, None, alpha, 0.0, *rest)
+    return y
+
+
+def reverse(dy: Tensor, operands: Sequence[Tensor], needs: Sequence[bool], options: Sequence[Any]) -> list[Tensor | None]:
+    """The gradients of the operands that are needed, None for the others; options as of `product`."""
+    if not any(needs):
+        return [None] * len(operands)
+    (x, *factors), (need_x, *need_factors) = operands, needs
+    return take(kron_matmul_backward(dy, x, factors, None, need_x, need_factors, *options), needs)
+
+
+def tangent(operands: Sequence[Tensor], tangents: Sequence[Tensor | None], options: Sequence[Any]) -> Tensor | None:
+    """The tangent of `product`, None if there is none."""
+    total: Tensor | None = None
+    for i, t in enumerate(tangents):
+        if t is not None:
+            total = _plus(total, product(_replaced(operands, i, t), options))
+    return total
+
+
+def _plus(total: Tensor | None, term: Tensor | None) -> Tensor | None:
+    """The sum of two terms that may be missing."""
+    return total if term is None else term if total is None else total + term
+
+
+def _replaced(values: Sequence[T], i: int, value: T) -> list[T]:
+    return [*values[:i], value, *values[i + 1 :]]
+
+
+def _batch_first(tensors: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    """Vmapped dimensions in front of every other batch dimension, so that they broadcast."""
+    rank = max([t.ndim - (dim is not None) for t, dim in zip(tensors, dims, strict=True) if t is not None])
+
+    def lift(t: Any, dim: int | None) -> Any:
+        if t is None or dim is None:
+            return t
+        t = t.movedim(dim, 0)
+        return t.reshape(t.shape[0], *[1] * (rank + 1 - t.ndim), *t.shape[1:])
+
+    return list(map(lift, tensors, dims))
 
 
 kron_matmul = Operator(
@@ -179,4 +253,89 @@ kron_matmul_backward = Operator(
     unsaved=(-1,),
     scalars=(2,),
 )
-CALLS = Calls(kron_matmul, kron_matmul_backward)
+
+
+# ---- a product, times or over a tensor ---------------------------------------------------------------------------------------
+# The last launch of the product scales as it stores, so that ``diag(d) K x`` takes no pass of its own; z is read where it is, with strides
+# of 0 where it is broadcast. Products by torch are scaled in place by an operation after them: those on CPUs, those of wide factors that
+# are faster by torch's matrix products (`planner`), and those with a z whose batches have no constant stride.
+
+
+def multiply_scaled(factors: Sequence[Tensor], x: Tensor, diagonal: Tensor, *, divides: bool = False) -> Tensor:
+    """``diag(d) (F1 (x) ... (x) FN) x``, or with the inverse of the diagonal matrix.
+
+    Args:
+        factors: ``[*batch_i, P_i, Q_i]``, of x's dtype.
+        x: ``[*batch, n, M]``.
+        diagonal: d ``[*batch_d, N]``, whose batch dimensions broadcast to the product's; real, or of x's dtype.
+        divides: whether rows are divided by d.
+    """
+    z = diagonal.resolve_conj().unsqueeze(-1)
+    y: Tensor = kron_scaled(x, list(factors), z, divides, None, backend_of_call(), True)
+    return y
+
+
+def scaled(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """Tensors are x, the factors and z; options whether z divides, precision, backend and left."""
+    divides, precision, backend, left = options
+    build = Builder(tensors)
+    x, *factors, z = build.inputs
+    backend = backend_of(backend, tensors[0])
+    operands = [cast(build, f, x.dtype) for f in factors] if backend == "triton" else factors
+    call = Multiply(operands, backend, precision, left)
+    return build.program([call.add_scaled(build, x, z, divides)], [call.result_shape(x)])
+
+
+def _fake_scaled(x: Tensor, factors: Sequence[Tensor], z: Tensor, divides: bool, precision: Any, backend: str, left: bool) -> Tensor:
+    return _fake(x, factors, None, 1.0, 0.0, precision, backend, left)
+
+
+def _scale(y: Tensor, z: Tensor, divides: bool) -> Tensor:
+    return y / z if divides else y * z
+
+
+def _backward_scaled(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+    *operands, z = saved.tensors
+    *needs, need_z = saved.needs
+    divides, *rest = saved.options
+    gradients = reverse(_scale(dy, z.conj(), divides), operands, needs, (1.0, *rest))
+    dz = None
+    if need_z:
+        slope = product(operands, (1.0, *rest))
+        slope = -slope / (z * z) if divides else slope
+        dz = dy * slope.conj()
+        dz = (dz.real if dz.is_complex() and not z.is_complex() else dz).sum_to_size(z.shape)
+    return *gradients, dz
+
+
+def _jvp_scaled(saved: Saved, tangents: Sequence[Tensor | None]) -> Tensor | None:
+    *operands, z = saved.tensors
+    divides, *rest = saved.options
+    ty, tz = tangent(operands, tangents[:-1], (1.0, *rest)), tangents[-1]
+    found = None if ty is None else _scale(ty, z, divides)
+    if tz is None:
+        return found
+    moved = product(operands, (1.0, *rest)) * (-tz / (z * z) if divides else tz)
+    return moved if found is None else found + moved
+
+
+def _vmap_scaled(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
+    """A batch of the product, which torch scales."""
+    *operands, z = tensors
+    divides, *rest = options
+    y = product(_batch_first(operands, dims[:-1]), (1.0, *rest))
+    if dims[-1] is not None:
+        rank = y.ndim if all([d is None for d in dims[:-1]]) else y.ndim - 1
+        z = z.movedim(dims[-1], 0)
+        z = z.reshape(size, *[1] * (rank + 1 - z.ndim), *z.shape[1:])
+    return _scale(y, z, divides), 0
+
+
+kron_scaled = Operator(
+    "kron_scaled(Tensor x, Tensor[] factors, Tensor z, bool divides, str? precision, str backend, bool left) -> Tensor",
+    program=scaled,
+    fake=_fake_scaled,
+    backward=_backward_scaled,
+    jvp=_jvp_scaled,
+    vmap=_vmap_scaled,
+)

@@ -20,9 +20,9 @@ from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.tiling.torch_products import product_dtype, sum_dtype
 
 
-def _prepared(x: Tensor, factors: Sequence[Tensor]) -> tuple[list[Step], list[Tensor]]:
+def _prepared(x: Tensor, factors: Sequence[Tensor]) -> tuple[Sequence[Step], list[Tensor]]:
     """The steps, and the matrix of each, ``[B, P, Q]``: of x's dtype, or of float32 for half types that the CPU does not multiply."""
-    steps = steps_of([(f.shape[1], f.shape[2]) for f in factors])
+    steps = steps_of(tuple([(f.shape[1], f.shape[2]) for f in factors]))
     is_wide = all([s.p * s.q >= WIDE for s in steps])
     dtype = product_dtype(x) if is_wide or not x.is_cpu else torch.float32 if x.dtype in HALF_DTYPES else x.dtype
     runs = [factors[s.first : s.last] for s in steps]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -45,7 +45,8 @@ class Step(NamedTuple):
         return self.before * self.q * self.after
 
 
-def steps_of(shapes: Shapes) -> list[Step]:
+@lru_cache(maxsize=1024)
+def steps_of(shapes: tuple[tuple[int, int], ...]) -> tuple[Step, ...]:
     """Steps of all factors in the order of least work; narrow neighbours are one, and so is a factor of one element with one beside it."""
     runs = list[tuple[int, int, int, int]]()
     for i, (p, q) in enumerate(shapes):
@@ -59,7 +60,7 @@ def steps_of(shapes: Shapes) -> list[Step]:
     for i in in_order([(p, q) for *_, p, q in runs]):
         steps.append(Step(*runs[i], math.prod(sizes[:i]), math.prod(sizes[i + 1 :])))
         sizes[i] = runs[i][3]
-    return steps
+    return tuple(steps)
 
 
 def multiplied_out(factors: Sequence[Tensor]) -> Tensor:
@@ -259,7 +260,7 @@ def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ..
         shape: of the result.
         is_transposed: whether factors are ``[Q_i, P_i]``, as the left form has them: autograd would record two transposes.
     """
-    steps = [(s.first, s.last, _small_product(s, rows, columns, is_transposed)) for s in steps_of(shapes)]
+    steps = [(s.first, s.last, _small_product(s, rows, columns, is_transposed)) for s in steps_of(tuple(shapes))]
 
     def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
         y = x if x.is_contiguous() else x[None]

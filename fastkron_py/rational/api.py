@@ -127,7 +127,7 @@ def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, trai
     key = call_key("rational", x, version, training, noise)
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
-        return entry(tensors)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
     made = prepare(x, numerator, denominator, version, training, noise, key)
     y: Tensor = operator.rational(x, made.numerator, denominator, made.version, made.dtype, made.backend, key=made.key)
     return y
@@ -190,7 +190,7 @@ def _fused(x: Tensor, weight: Tensor, bias: Tensor | None, numerator: Tensor, de
     given = [t for t in tensors if t is not None]
     entry = CACHE.find(key, given)
     if entry is not None:
-        return entry(given)  # type: ignore[no-any-return]
+        return entry.call(given, entry.options)  # type: ignore[no-any-return]
     dtype = autocast_dtype(x)
     if not operator.is_fused(*tensors, dtype):
         return None
@@ -305,7 +305,7 @@ def rational_linear(
     key = call_key("rational_linear", x, version, training, noise, bias is None)
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
-        return entry(tensors)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
     made: Prepared = prepare(x, numerator, denominator, version, training, noise, key)
     key = made.key
     _check_linear(weight, bias, x, None if made.is_autocast else made.dtype)
@@ -366,7 +366,7 @@ def layer_norm_rational(
     key = call_key("layer_norm_rational", x, version, training, noise, eps, type(eps))
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
-        return entry(tensors)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
     made = prepare(x, numerator, denominator, version, training, noise, key)
     if isinstance(eps, bool) or not isinstance(eps, int | float):
         raise type_error("eps", "a number", type_name(eps))

@@ -17,6 +17,7 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
+from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name
 
 DTYPES: Final = ("float16", "float32", "float64", "complex64", "complex128")
@@ -73,7 +74,7 @@ class _NumpyBridge(Bridge):
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        with _dtypes_without_torch(), torch.autocast("cpu", enabled=False):  # NumPy has no bfloat16 to give back
+        with _dtypes_without_torch(), without_autocast(torch.device("cpu")):  # NumPy has no bfloat16 to give back
             yield
 
 
@@ -111,7 +112,8 @@ class _CupyBridge(Bridge):
             handle = int(current.ptr)
             # 0 and 1 are CUDA's names of the legacy default stream, which torch knows as its default stream.
             stream = torch.cuda.default_stream(self._device) if handle in (0, 1) else torch.cuda.ExternalStream(handle, device=self._device)
-            with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.autocast("cuda", enabled=False), _dtypes_without_torch():
+            no_autocast = without_autocast(torch.device("cuda"))
+            with torch.cuda.device(self._device), torch.cuda.stream(stream), no_autocast, _dtypes_without_torch():
                 yield
 
     def load(self, array: Any, name: str) -> Tensor:
@@ -177,17 +179,21 @@ def _bridge(array: Any) -> Bridge | None:
     return _CupyBridge(array) if is_cupy_array(array) else None
 
 
-def through_bridge(arrays: Mapping[str, Any], call: Callable[[dict[str, Tensor]], Tensor]) -> Any:
+def through_bridge(arrays: Mapping[str, Any], call: Callable[[dict[str, Tensor]], Tensor], scalars: Mapping[str, Any] | None = None) -> Any:
     """A function's result on arrays of one library, in that library's own kind.
 
     Args:
         arrays: by their names in errors; the first decides on the library.
         call: from torch tensors by the same names.
+        scalars: arguments that may not be tensors here, by name.
 
     Raises:
-        TypeError: as `find_bridge`.
+        TypeError: as `find_bridge`, or a scalar that is a tensor.
     """
     bridge = find_bridge(list(arrays.values()), list(arrays))
+    for name, scalar in (scalars or {}).items():
+        if isinstance(scalar, Tensor):
+            raise type_error(name, f"a number, since {next(iter(arrays))} is {bridge.noun}", "a torch tensor")
     with bridge.context():
         return bridge.give_back(call({name: bridge.load(array, name) for name, array in arrays.items()}))
 

@@ -7,7 +7,7 @@ import contextvars
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import lru_cache
 from typing import Final
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.precision import LOWER, getter
 
 BACKENDS: Final = ("auto", "triton", "torch")
 # AMD's GPUs, by the beginning of their names. The second ones have no matrix cores for other products, which then spill kilobytes
@@ -111,9 +112,9 @@ def backend(name: str) -> Iterator[None]:
         _override.reset(token)
 
 
-def in_force() -> tuple[str, tuple[str, ...], bool]:
-    """The backend, the families and whether the host's time counts, in this thread: in one function, since each call asks."""
-    return _override.get() or _default, families_in_force.get(), _counts_host[-1]
+def settings() -> tuple[Hashable, ...]:
+    """The user's settings that programs are built for, in force in this thread: in one function, since each call asks."""
+    return _override.get() or _default, families_in_force.get(), _counts_host[-1], getter()("cuda", "matmul") in LOWER
 
 
 def requested_backend() -> str:

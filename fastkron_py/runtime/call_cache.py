@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
-from fastkron_py.runtime.backend import in_force, logger
-from fastkron_py.runtime.precision import resolved
+from fastkron_py.runtime.backend import logger, settings
 from fastkron_py.runtime.program import Program
 
 MOST_KEYS: Final = 4096  # of calls that differ in more than strides, and of programs; beyond, the least recently used go
@@ -27,11 +26,6 @@ MOST_ENTRIES: Final = 16  # calls of one key
 # Asked at every call: by one name, since each dot of a longer one takes its time.
 _is_grad_enabled = torch.is_grad_enabled
 _is_watching = torch_internals.is_watching
-
-
-def settings() -> tuple[Hashable, ...]:
-    """The user's settings that programs are built for, in force in this thread."""
-    return *in_force(), resolved(None)
 
 
 is_logged: Final = partial(logger.isEnabledFor, DEBUG)
@@ -58,10 +52,6 @@ class Entry(NamedTuple):
     call: Callable[..., Any]
     options: tuple[Any, ...]
     operator: str
-
-    def __call__(self, given: Sequence[Tensor], options: tuple[Any, ...] | None = None) -> Any:
-        """The operator's result on tensors that the entry was found for; options where they differ in a scalar."""
-        return self.call(given, self.options if options is None else options)
 
 
 def about(tensors: Sequence[Tensor | None]) -> list[Hashable]:

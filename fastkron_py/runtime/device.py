@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import logging
@@ -11,7 +10,6 @@ from functools import lru_cache
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from fastkron_py.runtime.backend import is_interpreting
 from fastkron_py.runtime.gpu import AMD, GPU, INTERPRETER, NAMED, nvidia
@@ -41,13 +39,6 @@ def gpu_of(device: torch.device) -> GPU:
 def absent(name: str) -> torch.device:
     """The device in place of a GPU of this name, one of `gpu.NAMED`, for plans: nothing can be stored or launched there."""
     return torch.device("meta", list(NAMED).index(name))
-
-
-def on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device; make it the tensor's."""
-    if t.device.type != "cuda" or t.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(t.device)
 
 
 @lru_cache(maxsize=8)

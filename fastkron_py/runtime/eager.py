@@ -13,7 +13,6 @@ from torch import Tensor
 from fastkron_py.runtime import torch_internals
 
 TENSOR_TYPES: Final = (Tensor, torch.nn.Parameter)  # on the fast path; a subclass may want to see every call
-_keys: dict[tuple[str, bool], int] = {}
 
 
 @lru_cache(maxsize=1)
@@ -33,13 +32,13 @@ def _outside() -> dict[bool, int]:
     return torch_internals.apart(ask)
 
 
-def _plain_keys(device: torch.device, inference: bool) -> int:
-    """The dispatch keys of a dense tensor without a lazy conjugate or negative and without a forward-mode tangent."""
-    found = _keys.get((device.type, inference))
-    if found is None:
-        is_known = device.type in ("cpu", "cuda")
-        found = _keys[device.type, inference] = torch_internals.keys_of(torch.empty(0, device=device)) if is_known else -1
-    return found
+@lru_cache(maxsize=8)
+def _plain_keys(device_type: str, inference: bool) -> int:
+    """The dispatch keys of a dense tensor without a lazy conjugate or negative and without a forward-mode tangent.
+
+    To be asked where inference mode is on, or off, as the argument says.
+    """
+    return torch_internals.keys_of(torch.empty(0, device=device_type)) if device_type in ("cpu", "cuda") else -1
 
 
 def transforms_active() -> bool:
@@ -91,10 +90,7 @@ def takes_fast_path(tensors: Sequence[Tensor | None]) -> bool:
     if torch_internals.is_watching():
         return False
     for t in tensors:
-        if t is None:
-            continue
-        plain = _keys.get((t.device.type, inference)) if type(t) in TENSOR_TYPES else -1
-        if torch_internals.keys_of(t) != (_plain_keys(t.device, inference) if plain is None else plain):
+        if t is not None and (type(t) not in TENSOR_TYPES or torch_internals.keys_of(t) != _plain_keys(t.device.type, inference)):
             return False
     return True
 

@@ -206,11 +206,6 @@ def next_power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def is_power_of_two(size: int) -> bool:
-    """Whether a size is 1, 2, 4, ..."""
-    return size > 0 and size & (size - 1) == 0
-
-
 _ZEN5: Final = 26  # family of Zen 5, or later
 _ZEN4: Final = 25  # of Zen 3, too, which has no AVX-512
 

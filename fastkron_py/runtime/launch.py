@@ -70,14 +70,6 @@ def _obstacle(compiled: Any) -> str | None:
     return None
 
 
-class Driver(NamedTuple):
-    """The functions of Triton's driver that a program calls at each run."""
-
-    get_device: Callable[[], int]
-    get_stream: Callable[[int], int]
-    is_hooked: Callable[[], bool]
-
-
 def is_hooked() -> bool:
     """Whether somebody wants to be told of launches: a profiler."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -85,15 +77,15 @@ def is_hooked() -> bool:
 
 
 @lru_cache(maxsize=1)
-def driver() -> Driver:
-    """The driver of this process; the interpreter has none."""
+def driver() -> tuple[Callable[[], int], Callable[[int], int]]:
+    """Triton's functions for the current device, and for a device's stream; the interpreter has none."""
     if knobs.runtime.interpret:
-        return Driver(lambda: -1, lambda device: 0, is_hooked)
+        return lambda: -1, lambda device: 0
     active = triton_driver.active
     get_device = active.get_current_device
     if get_device is torch.cuda.current_device:  # which looks first whether CUDA is up: with tensors there, it is
         get_device = torch_internals.device_getter()
-    return Driver(get_device, active.get_current_stream, is_hooked)
+    return get_device, active.get_current_stream
 
 
 class LaunchConfig(NamedTuple):

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.backend import settings
 from fastkron_py.runtime.batching import batchable, batchable_one_by_one, take
-from fastkron_py.runtime.call_cache import CACHE, Entry, about, is_logged, settings
+from fastkron_py.runtime.call_cache import CACHE, Entry, about, is_logged
 from fastkron_py.runtime.eager import is_functionalizing, takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.program import Program, picker
 
@@ -27,18 +28,6 @@ _MOST_REVERSES: Final = 4  # backward passes of a call, which differ in dy's str
 # Asked at every backward pass: by one name, since each dot of a longer one takes its time.
 _is_grad_enabled = torch.is_grad_enabled
 _is_watching = torch_internals.is_watching
-
-
-def sign(*functions: type[torch.autograd.Function]) -> None:
-    """Keep the signature of ``forward``: else torch works it out at every call, which takes longer than a small kernel."""
-    for function in functions:
-        function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
-
-
-def undecorated(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``apply`` without the part of torch.autograd.Function for torch.func's transforms, which the fast path never sees."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
 
 
 # ---- one declaration --------------------------------------------------------------------------
@@ -88,21 +77,14 @@ class GradientCall(NamedTuple):
 
     def run(self, dy: Tensor) -> list[Tensor | None]:
         """The gradient of each tensor of the forward call."""
-        if not any(map(_is_made, self.places)):
-            return _placed([], self.places, dy)
-        found = self.operator(*self.operator._schema.listed(self.tensors), *self.options)
-        return _placed([found] if isinstance(found, Tensor) else found, self.places, dy)
+        found: Any = []
+        if any([place not in (None, DY) for place in self.places]):
+            found = self.operator(*self.operator._schema.listed(self.tensors), *self.options)
+            found = [found] if isinstance(found, Tensor) else found
+        return [None if place is None else dy if place == DY else found[place] for place in self.places]
 
 
 DY: Final = -1
-
-
-def _is_made(place: int | None) -> bool:
-    return place is not None and place != DY
-
-
-def _placed(found: Sequence[Tensor], places: Sequence[int | None], dy: Tensor) -> list[Tensor | None]:
-    return [None if place is None else dy if place == DY else found[place] for place in places]
 
 
 class _Schema:
@@ -197,20 +179,22 @@ class Operator:
         self._is_single = self._schema.returns == "Tensor"
         self._gradient_call, self._jvp, self._vmap, self._in_torch, self._places = gradient_call, jvp, vmap, in_torch, places
         if backward is None and gradient_call is not None:
-            backward = self._run_gradient_call
+            backward = lambda saved, *cotangents: gradient_call(saved, *cotangents).run(cotangents[0])  # type: ignore[union-attr] # noqa: E731
         self._backward = backward
+        # Lets rules take batches of gradients. Those of in_torch call autograd, so they take one sample at a time.
+        self._over: Callable[[Callable[..., Any]], Callable[..., Any]] = batchable if in_torch is None else batchable_one_by_one
         full = f"{NAMESPACE}::{self.name}"
         LIBRARY.define(schema)
         LIBRARY.impl(self.name, self._implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(full, fake, lib=LIBRARY)
         if backward is not None:
-            over = batchable if in_torch is None else batchable_one_by_one
-            torch.library.register_autograd(full, over(self._backward_of_operator), setup_context=self._setup_operator, lib=LIBRARY)
+            torch.library.register_autograd(full, self._over(self._backward_of_operator), setup_context=self._setup_operator, lib=LIBRARY)
         if vmap is not None:
             torch.library.register_vmap(full, self._vmap_of_operator, lib=LIBRARY)
         self.registered = getattr(getattr(torch.ops, NAMESPACE), self.name)
         self._function = _function_of(self)
-        self._apply: Any = undecorated(_node_of(self))
+        # Without the part for torch.func's transforms, which the fast path never sees.
+        self._apply: Any = super(torch.autograd.Function, _node_of(self)).apply  # type: ignore[misc]
 
     def __call__(self, *arguments: Any, key: Hashable = None) -> Any:
         """The results but for those that are kept.
@@ -231,16 +215,15 @@ class Operator:
         if transforms_active():
             if self._in_torch is not None:
                 return self._in_torch(tensors, options)
-            if is_functionalizing():  # no autograd function may be
-                return self._shown(self.registered(*arguments))
-            return self._shown(self._function.apply(options, *tensors))
-        if not takes_fast_path(tensors):
-            return self._shown(self.registered(*arguments))
-        program = self._program(tensors, options, self._saving is not None and wants_gradient(tensors))
-        call = self._call_of(program, tensors)
-        found = call(given, options)
-        CACHE.keep(key, given, program, call, options, self.name)
-        return found
+            if not is_functionalizing():  # where no autograd function may be
+                return self._shown(self._function.apply(options, *tensors))
+        elif takes_fast_path(tensors):
+            program = self._program(tensors, options, self._saving is not None and wants_gradient(tensors))
+            call = self._call_of(program, tensors)
+            found = call(given, options)
+            CACHE.keep(key, given, program, call, options, self.name)
+            return found
+        return self._shown(self.registered(*arguments))
 
     def _call_of(self, program: Program, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
         """The function that runs a program on tensors like these; where a gradient is wanted, autograd's rule or the program's own."""
@@ -248,9 +231,7 @@ class Operator:
             return partial(self._by_autograd, program) if program.differentiable is not None else Differentiable(self, tensors, program)
         if not self._is_single:
             return lambda given, options: self._shown(self._results(program, given, options))
-        if program.has_scalars:
-            return lambda given, options: program(given, self._numbers(options))[0]
-        return lambda given, options: program(given)[0]
+        return lambda given, options: program(given, self._numbers(options))[0]
 
     def _by_autograd(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
         """The result of a program whose operations autograd records."""
@@ -279,7 +260,7 @@ class Operator:
     def _results(self, program: Program, given: Sequence[Tensor], options: Sequence[Any]) -> Any:
         """A program's results as the schema has them."""
         found = program(given, self._numbers(options))
-        return found[0] if self._is_single and not program.saved else found if self._schema.returns == "Tensor[]" else tuple(found)
+        return found[0] if self._is_single else found if self._schema.returns == "Tensor[]" else tuple(found)
 
     def _shown(self, found: Any, saved: int = 0) -> Any:
         """The results but for those that are kept, and those that the program saves; autograd functions make tuples of lists."""
@@ -302,12 +283,6 @@ class Operator:
         call = ctx.call
         read, kept = found[: len(call.read)], found[len(call.read) :]
         return Saved(call.spread(read, call.read), kept, call.shapes, ctx.options, call.spread(needs, call.present, False), call.alone)
-
-    def _run_gradient_call(self, saved: Saved, *cotangents: Tensor) -> Sequence[Tensor | None]:
-        call = self._gradient_call(saved, *cotangents)  # type: ignore[misc]
-        if call is None:
-            raise RuntimeError(f"{self.name}: expected a backward rule beside a gradient call that may be None")
-        return call.run(cotangents[0])
 
     def _reverse(self, ctx: Any, needs: Sequence[bool], found: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Sequence[Tensor | None]:
         """The gradients of all tensors by the backward rule; arguments as in `_saved`."""
@@ -360,7 +335,6 @@ def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _function_of(operator: Operator) -> type[torch.autograd.Function]:
     """The autograd function of an operator inside of torch.func's transforms: its arguments are the options and the tensors."""
-    over: Callable[[Callable[..., Any]], Callable[..., Any]] = batchable if operator._in_torch is None else batchable_one_by_one
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -378,7 +352,7 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
                 ctx.save_for_forward(*values)
 
         @staticmethod
-        @over
+        @operator._over
         def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
             needs = tuple([ctx.needs_input_grad[1 + i] for i in ctx.call.present])
             if torch.is_grad_enabled():
@@ -386,7 +360,7 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
             return None, *operator._reverse(ctx, needs, ctx.saved_tensors, cotangents)
 
         @staticmethod
-        @over
+        @operator._over
         def jvp(ctx: Any, _options: None, *tangents: Any) -> Any:
             found = operator._jvp(operator._saved(ctx, [True] * len(ctx.call.present), ctx.saved_tensors), tangents)  # type: ignore[misc]
             return tuple(found) if isinstance(found, list) else found
@@ -401,7 +375,8 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
     if operator._vmap is None:
         del Function.vmap
     Function.__name__ = Function.__qualname__ = operator.name
-    sign(Function)
+    # Else torch works it out at every call, which takes longer than a small kernel.
+    Function.forward.__signature__ = inspect.signature(Function.forward)  # type: ignore[attr-defined]
     return Function
 
 
@@ -506,10 +481,11 @@ class Differentiable:
         picks = [next((i for i, v in enumerate(values) if v is t), -1) for t in given]
         entry = operator.entry(call.tensors, call.options) if given and -1 not in picks else None
         if entry is not None and entry.program is not None:
-            numbers = operator._numbers(call.options) if entry.program.has_scalars else ()
             places = [call.places[i] for i in self.present]
             spread = picker([-1 if place is None else -2 if place == DY else place for place in places])
-            self.reverses.append(_Reverse((options, settings()), entry.check, entry.program, numbers, picker(picks), spread))
+            self.reverses.append(
+                _Reverse((options, settings()), entry.check, entry.program, operator._numbers(call.options), picker(picks), spread)
+            )
             del self.reverses[:-_MOST_REVERSES]
 
 
@@ -518,9 +494,8 @@ def _node_of(operator: Operator) -> type[torch.autograd.Function]:
 
     Its arguments are a `Differentiable`, the options, and the tensors that there are.
     """
-    over: Callable[[Callable[..., Any]], Callable[..., Any]] = batchable if operator._in_torch is None else batchable_one_by_one
 
-    @over
+    @operator._over
     def general(state: tuple[Any, Sequence[bool], tuple[Any, ...]], *cotangents: Any) -> Sequence[Tensor | None]:
         ctx, needs, found = state
         if operator._gradient_call is not None and any(needs) and not _is_grad_enabled() and not torch_internals.is_batching():
@@ -535,7 +510,7 @@ def _node_of(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx: Any, call: Differentiable, options: tuple[Any, ...], *given: Tensor) -> Any:
             program: Program = call.program  # type: ignore[assignment]
-            found: Any = program(given, operator._numbers(options) if program.has_scalars else ())
+            found: Any = program(given, operator._numbers(options))
             found = found[0] if call.is_single else tuple(found)
             call.save(ctx, given, options, found)
             return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
 
-_getter: Callable[[str, str], Any] | None = None  # of torch's settings; None before one was asked for
+LOWER: Final = ("tf32", "bf16")  # settings by which products of float32 have fewer bits
 _AS_IT_IS: Final = contextlib.nullcontext()
 
 
@@ -20,15 +21,12 @@ def _matmul_settings(is_cuda: bool) -> Any:
     return torch.backends.cuda.matmul if is_cuda else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
-def _find_getter() -> Callable[[str, str], Any]:
-    """The function behind the public setting for CUDA, at a fifth of its cost; or that setting."""
-    global _getter
-    _getter = torch_internals.precision_getter() if torch_internals.works("precision") else _public_getter
-    return _getter
-
-
-def _public_getter(backend: str, operation: str) -> Any:
-    return _matmul_settings(backend == "cuda").fp32_precision
+@lru_cache(maxsize=1)
+def getter() -> Callable[[str, str], Any]:
+    """The function behind torch's settings of ("cuda" or "mkldnn", "matmul"), at a fifth of their cost; or one that asks these."""
+    if torch_internals.works("precision"):
+        return torch_internals.precision_getter()
+    return lambda backend, operation: _matmul_settings(backend == "cuda").fp32_precision
 
 
 def resolved(precision: str | None) -> str:
@@ -39,8 +37,7 @@ def resolved(precision: str | None) -> str:
     """
     if precision is not None:
         return precision
-    setting = (_getter or _find_getter())("cuda", "matmul")
-    return "high" if setting in ("tf32", "bf16") else "highest"
+    return "high" if getter()("cuda", "matmul") in LOWER else "highest"
 
 
 def wide(t: Tensor) -> Tensor:
@@ -68,8 +65,8 @@ def torch_products(x: Tensor, precision: str | None) -> contextlib.AbstractConte
     if precision is None or not has_precisions(x.dtype):
         return _AS_IT_IS
     # Setting a precision that is in force takes longer than launching a small product.
-    in_force = (_getter or _find_getter())("cuda" if x.is_cuda else "mkldnn", "matmul")
-    if in_force == "tf32" if precision != "highest" else in_force not in ("tf32", "bf16"):
+    in_force = getter()("cuda" if x.is_cuda else "mkldnn", "matmul")
+    if in_force == "tf32" if precision != "highest" else in_force not in LOWER:
         return _AS_IT_IS
     return _with_setting(_matmul_settings(x.is_cuda), precision)
 

@@ -218,7 +218,7 @@ class Program:
         if self._alone is None:
             from fastkron_py.runtime import launch  # Triton, which torch's backend does without
 
-            self._get_device, self._get_stream, self._is_hooked = launch.driver()
+            self._is_hooked, (self._get_device, self._get_stream) = launch.is_hooked, launch.driver()
             self._device = device.index if device.type == "cuda" else self._get_device()
 
     def takes(self, given: Sequence[Tensor]) -> bool:
@@ -520,4 +520,4 @@ def picker(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     if len(indices) == 1:
         (only,) = indices
         return lambda values: (values[only],)
-    return itemgetter(*indices) if indices else lambda values: ()
+    return itemgetter(*indices) if indices else itemgetter(slice(0))

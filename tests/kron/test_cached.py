@@ -62,7 +62,7 @@ def product(tensors: list[Tensor], left: bool = False) -> Tensor:
 def wanted(tensors: list[Tensor], dy: Tensor, left: bool = False, alpha: float = 1.0) -> list[Tensor | None]:
     """Gradients in float64, of the tensors that require one."""
     wide = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
-    (alpha * product(wide, left)).backward(dy.detach().double())
+    (float(alpha) * product(wide, left)).backward(dy.detach().double())
     return [t.grad for t in wide]
 
 
@@ -269,8 +269,8 @@ def test_the_second_backward_pass_is_served(spy: CacheSpy, device: torch.device)
 
 
 def test_alpha_may_change(spy: CacheSpy, device: torch.device) -> None:
-    """One program for all but 1 and, backward, 0."""
-    for i, alpha in enumerate((3.0, 2.0, -0.5, 1e-3, 7.0, 0.0, 0.0)):
+    """One program for all but 1 and, backward, 0; integers are floats, also those that no tensor takes."""
+    for i, alpha in enumerate((3.0, 2, -0.5, 1e-3, 10**20, 0.0, 0)):
         check(draw(device), alpha=alpha)
         assert took(spy) == {0: (0, 0), 5: (1, 0)}.get(i, SERVED)
 

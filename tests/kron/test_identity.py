@@ -11,6 +11,8 @@ import torch
 
 import fastkron_py
 from fastkron_py import kron_matmul, kron_matmul_left
+from fastkron_py.kron import modes
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -146,6 +148,28 @@ def test_calls_with_matrices_and_identities_take_turns() -> None:
         assert_close(kron_matmul(x, [a, 6]), x.double() @ dense([a, 6]))
         assert_close(kron_matmul(x, [4, b]), x.double())
         assert_close(kron_matmul(x[0], [a, 6]), x[0].double() @ dense([a, 6]))
+
+
+def test_calls_with_identities_are_kept(backend_name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """By the sizes and places of the identities: the second call of each looks at none of them. With gradients and scalars."""
+    for pattern, left, needs in itertools.product([(2, None, 3), (3, None, 2), (None, 6), (6, None)], [False, True], [False, True]):
+        CACHE.forget()
+        for i in range(2):
+            f = torch.randn(4, 4, device=device).requires_grad_(needs)
+            factors = [f if n is None else n for n in pattern]
+            x = torch.randn((24, 5) if left else (5, 24), device=device)
+            matrix = dense([t.detach() if isinstance(t, torch.Tensor) else t for t in factors])
+            with fastkron_py.backend(backend_name), monkeypatch.context() as patch:
+                patch.setattr(modes, "multiply", modes.multiply if i == 0 else None)
+                y = product(x, factors, left, alpha=i + 2)
+            wanted = (i + 2) * (matrix @ x.double() if left else x.double() @ matrix)
+            assert_close(y.detach(), wanted, steps=4)
+            if needs:
+                y.sum().backward()
+                wide = f.detach().double().requires_grad_()
+                matrix = dense([wide if n is None else n for n in pattern])
+                ((i + 2) * (matrix @ x.double() if left else x.double() @ matrix)).sum().backward()
+                assert_close(f.grad, wide.grad, steps=64)
 
 
 def test_refusals() -> None:

@@ -11,7 +11,7 @@ from canonical_cases import CASES, DTYPES, dense, force_products, in_double, mul
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py.kron.scaled import kron_scaled, multiply_scaled
+from fastkron_py.kron.operator import kron_scaled, multiply_scaled
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
 

@@ -194,7 +194,7 @@ def test_threads_of_the_caller_may_run_at_once():
 
 
 def runs(shapes):
-    return [(s.first, s.last) for s in torch_steps.steps_of(shapes)]
+    return [(s.first, s.last) for s in torch_steps.steps_of(tuple(shapes))]
 
 
 def test_narrow_neighbours_are_multiplied_out():

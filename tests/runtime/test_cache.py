@@ -52,7 +52,7 @@ def verb(x: Any, w: Any, step: Any = 1.0, rows: Any = 1) -> Any:
     key = "test cache", step, type(step), rows, type(rows)
     entry = CACHE.find(key, (x, w))
     if entry is not None:
-        return entry((x, w))
+        return entry.call((x, w), entry.options)
     if not isinstance(x, Tensor) or not isinstance(w, Tensor):
         raise TypeError("x, w: expected tensors")
     if type(step) is not float or type(rows) is not int or x.layout != torch.strided or x.is_nested:

@@ -84,7 +84,7 @@ def forget() -> None:
     """Nothing is cached, and the names are tried again."""
     CACHE.forget()
     torch_internals.forget()
-    precision._getter = None
+    precision.getter.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -241,12 +241,12 @@ def first(mode, verb):
         import fastkron_py
         eval(verb)
     from fastkron_py.runtime import torch_internals
-    from fastkron_py.runtime.call_cache import Entry
-    inner, found = Entry.__call__, []
-    Entry.__call__ = lambda *given: (found.append(1), inner(*given))[1]
+    from fastkron_py.runtime.call_cache import CallCache
+    find, found = CallCache.find, []
+    CallCache.find = lambda *given: (found.append(find(*given)), found[-1])[1]
     x, a, b = torch.randn(3, 4), torch.randn(2, 4), torch.randn(2, 2)
     right = fastkron_py.rational(x, a, b), fastkron_py.rational(x, a, b)
-    print(json.dumps([len(found), torch.equal(*right), torch_internals.obstacle()]), flush=True)
+    print(json.dumps([len(list(filter(None, found))), torch.equal(*right), torch_internals.obstacle()]), flush=True)
 for case in json.loads(sys.argv[1]):
     if (child := os.fork()) == 0:
         first(*case)

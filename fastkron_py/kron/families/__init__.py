@@ -53,26 +53,12 @@ class Family(Protocol):
         """Return launches of all of a segment, each with its modelled seconds, or what is in the way."""
 
     def launch_configs(self, problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
-        """Return the configurations of a launch in order of preference: a tuned one, if there is one, then the closed form's."""
+        """Return the configurations of a launch in order of preference."""
 
     def add(
         self, build: Builder, problem: LaunchProblem, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale
     ) -> Tensor:
         """Add a launch to a program; see `problem.add_launch`."""
-
-
-class Tunable(Family, Protocol):
-    """A family with configurations to choose from: dataclasses of int and bool.
-
-    Attributes:
-        config_types: the types of its configurations, which differ in their fields' names.
-    """
-
-    @property
-    def config_types(self) -> tuple[type, ...]: ...  # noqa: D102
-
-    def choices(self, problem: LaunchProblem) -> tuple[Any, ...]:
-        """Return a handful of configurations, the closed form's first: no others are valid."""
 
 
 _GRADIENTS: Final = "_gradients"  # ends the names of modules that backward passes alone import
@@ -81,7 +67,6 @@ _found: list[Any] = [import_module(f"{__name__}.{module}") for module in _names 
 
 FAMILIES: Final[tuple[Family, ...]] = tuple(sorted(_found, key=lambda family: family.order))
 BY_NAME: Final = {family.name: family for family in FAMILIES}
-TUNABLE: Final[dict[str, Tunable]] = {family.name: family for family in _found if hasattr(family, "choices")}
 
 
 class GradientFamily(Protocol):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -221,7 +221,6 @@ class ChainedConfig:
     warpgroup: bool = True  # products by warpgroups (wgmma), else by single warps (mma.sync)
 
 
-config_types: Final = (ChainedConfig,)
 MOST_WARPS: Final = 16  # of a multiprocessor, as registers allow
 
 
@@ -387,31 +386,10 @@ def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, i
     return () if first is None else (first,)
 
 
-def choices(problem: LaunchProblem) -> tuple[ChainedConfig, ...]:
-    """The closed form's configuration, and at most seven others around it that are valid; none where it has none."""
-    launch = problem.launch
-    closed = configs(launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu)
-    if not closed:
-        return ()
-    (first,) = closed
-    changes: tuple[dict[str, Any], ...] = (
-        {"block_s": first.block_s // 2},
-        {"block_s": 2 * first.block_s},
-        {"block_s": 2 * first.block_s, "num_warps": 2 * first.num_warps},
-        {"max_registers": 168},
-        {"programs_per_sm": 0 if first.programs_per_sm else 4},
-        {"programs_per_sm": 4, "max_registers": 168},
-        {"warpgroup": not first.warpgroup},
-    )
-    around, chain = dict.fromkeys([first, *[replace(first, **change) for change in changes]]), Chain.of(launch.steps)
-    return tuple([c for c in around if c.block_s and chain.fits(c.block_s, c.num_warps, c.warpgroup)])
-
-
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """Where tiles are loaded ahead, also without: that needs no second tile in shared memory."""
     closed = configs(problem.launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu)
-    own = (problem.launch.config,) if isinstance(problem.launch.config, ChainedConfig) else ()
-    return tuple([found for c in (*own, *closed) for found in _with_config(problem, c)])
+    return tuple([found for c in closed for found in _with_config(problem, c)])
 
 
 def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchConfig, ...]:

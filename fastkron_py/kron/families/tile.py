@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -45,7 +45,6 @@ CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fo
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 SINGLE_SLICES: Final = 128  # of a tile of a single step, as the closed form takes it, at most
-SINGLE_TILE: Final = 1 << 15  # elements of any one tile of a single step: more take a compiler minutes
 
 RESIDENT: Final = 128  # width up to which one step keeps the whole factor on chip, but for float64
 
@@ -73,7 +72,6 @@ class SingleConfig:
 
 
 Config = SingleConfig | ChainConfig
-config_types: Final = (SingleConfig, ChainConfig)
 _C = TypeVar("_C")
 
 
@@ -265,36 +263,8 @@ def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, i
     return single_configs(parts * launch.p, parts * launch.q, itemsize, num_slices, gpu, parts)
 
 
-def choices(problem: LaunchProblem) -> tuple[Config, ...]:
-    """The closed form's configuration, and at most seven others around it that are valid and fit the GPU."""
-    first = configs(problem.launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu, problem.parts)[0]
-    slices, warps, programs = first.block_s, first.num_warps, first.programs_per_sm
-    changes: tuple[dict[str, Any], ...] = (
-        {"block_s": slices // 2},
-        {"block_s": 2 * slices},
-        {"num_warps": 4 if warps == 8 else 8},
-        {"num_warps": 4, "num_stages": 3},
-        {"block_s": slices // 4, "num_warps": 4, "num_stages": 4},
-        {"num_stages": 4, "programs_per_sm": programs + 1},
-        {"num_stages": 1, "programs_per_sm": programs + 1},
-    )
-    return tuple([c for c in dict.fromkeys([first, *[replace(first, **change) for change in changes]]) if _fits(c, problem)])
-
-
-def _fits(config: Config, problem: LaunchProblem) -> bool:
-    """Whether a launch has room for a configuration whose blocks are powers of two, and products of enough rows."""
-    launch, itemsize = problem.launch, problem.itemsize
-    if isinstance(config, ChainConfig):
-        is_small = config.block_s * launch.tile_width <= 2 * CHAIN_TILE[itemsize]
-        needed, rows = chain_shared_memory(config, launch, itemsize), config.block_s * launch.work.rows
-    else:
-        is_small = config.block_s * max(config.block_p, config.block_q) <= SINGLE_TILE
-        needed, rows = single_shared_memory(config, itemsize, problem.parts), config.block_s
-    return is_small and rows >= DOT_SIDE and needed <= problem.gpu.shared_memory
-
-
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
-    """A step or a chain by Triton's kernels, with the tuned configuration first."""
+    """A step or a chain by Triton's kernels."""
     from fastkron_py.tiling.products import arithmetic
 
     launch, parts, common, gpu = problem.launch, problem.parts, problem.common, problem.gpu
@@ -304,8 +274,7 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     elements |= {"COMPUTE": compute, "PRECISION": precision, "TRANSPOSED": problem.transposed or common["TAIL"]}
     elements |= _chain_constants(launch, problem.shape[0]) if is_chain else {"P": launch.p, "Q": launch.q}
     closed = configs(launch, problem.itemsize, problem.num_slices, problem.shape[2:], gpu, parts)
-    own = (launch.config,) if isinstance(launch.config, SingleConfig | ChainConfig) else ()
-    return tuple([_launch_config(problem, elements, c) for c in (*own, *closed)])
+    return tuple([_launch_config(problem, elements, c) for c in closed])
 
 
 def _launch_config(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig | ChainConfig) -> LaunchConfig:

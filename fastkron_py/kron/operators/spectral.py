@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.kron.api import kron_matmul_left
+from fastkron_py.kron.operator import multiply_scaled
 from fastkron_py.kron.operators.algebra import kron_vectors
 from fastkron_py.kron.operators.implicit import OfForm, linear_solve, pull_back
 from fastkron_py.kron.operators.modes import sum_matmul
 from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined, schur_basis
 from fastkron_py.kron.operators.schur import solve_triangular
-from fastkron_py.kron.scaled import multiply_scaled
 from fastkron_py.runtime.batching import batchable_one_by_one
 from fastkron_py.runtime.precision import has_precisions, resolved
 

@@ -49,7 +49,7 @@ class Launch:
     Attributes:
         steps: see above.
         family: the name of the kernels that run them (`kron.families`).
-        config: of that family, one that was tuned, or torch's algorithm; None for that of the closed form.
+        config: torch's algorithm, for `torch_products`; None for the one of least modelled time.
     """
 
     steps: tuple[Step, ...]

@@ -19,7 +19,7 @@ from fastkron_py.runtime.checks import DTYPES, check_integer, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.tune.choice import Choice, Problem
+    from fastkron_py.kron.tune.table import Choice, Problem
 
 BUDGET: Final = 120.0  # seconds; one process compiles for two to five of them for each kernel
 
@@ -71,11 +71,11 @@ def tune(
 ) -> TuningResult:
     """Search for the fastest launches for Kronecker products of this problem, and use them from now on.
 
-    Calls multiply with launches chosen by a closed form, which times nothing. This times its plan, the planner's other best plans, those
-    of each family of kernels, and other configurations of the fastest one. Their results are compared with the closed form's, and if one
-    is clearly faster, later calls of the same problem take it: in this process at once, and in every later one, since it is written to
-    the user's table (``FASTKRON_CACHE_DIR``, else the system's place for caches; ``FASTKRON_TUNING=off`` ignores all tables).
-    A search that is interrupted (Ctrl-C) keeps what it has found faster by then.
+    Calls multiply with launches chosen by a closed form, which times nothing. This times its plan, the planner's other best plans, and
+    those of each family of kernels. Their results are compared with the closed form's, and if one is clearly faster, later calls of the
+    same problem take it: in this process at once, and in every later one, since it is written to the user's table
+    (``FASTKRON_CACHE_DIR``, else the system's place for caches; ``FASTKRON_TUNING=off`` ignores all tables). A search that is interrupted
+    (Ctrl-C) keeps what it has found faster by then.
 
     A problem is the factor shapes, dtype, precision, device and number of rows, to the nearest power of two. Give it by example,
     or by numbers.
@@ -88,7 +88,7 @@ def tune(
         precision: as in `kron_matmul`.
         dtype: where x is a number: float32 unless given.
         device: where x is a number: the current CUDA device unless given, or the CPU where there is none.
-        budget: seconds to spend, about. Compiling takes most of them; some twenty choices are tried.
+        budget: seconds to spend, about. Compiling takes most of them; about ten plans are tried.
         progress: show it on a terminal's standard error; or a function that is called with the result so far after every trial.
         save: write the result to the user's table.
 
@@ -153,7 +153,7 @@ def example(
     x: Any, factors: Any, left: bool, precision: Any, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Random operands of the problem, in canonical form: x ``[B, L, K, R]``, factors ``[B, P_i, Q_i]``."""
-    from fastkron_py.kron.tune.choice import FACTORS_MOST
+    from fastkron_py.kron.tune.table import FACTORS_MOST
 
     listed = factor_list(factors)
     check_precision(precision)

@@ -1,4 +1,4 @@
-"""The search for faster launches: the planner's best plans, and the configurations of the fastest one's families, checked and timed."""
+"""The search for faster launches: the planner's best plans of all families, checked and timed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from fastkron_py.kron import problem as problems
 from fastkron_py.kron.canonical import Scale
-from fastkron_py.kron.families import BY_NAME, TUNABLE, family_of
+from fastkron_py.kron.families import BY_NAME, family_of
 from fastkron_py.kron.forward import is_mergeable, launches_of, multiply_problem, with_whole_rows
-from fastkron_py.kron.planner import Plan, choose, plans
+from fastkron_py.kron.planner import choose, plans
 from fastkron_py.kron.tune.api import Report, TuningResult
-from fastkron_py.kron.tune.choice import Choice, problem_of
-from fastkron_py.runtime import device as devices
+from fastkron_py.kron.tune.table import Choice, problem_of
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.runtime.program import Program
@@ -28,15 +27,10 @@ from fastkron_py.testing import assert_close, tolerances
 FLUSH_BYTES: Final = 256 << 20  # more than any GPU's L2 cache
 ROUNDS: Final = (3, 20)  # fewest and most calls behind a time
 ROUNDS_SECONDS: Final = 0.05
-TRIALS_MOST: Final = 60
 TOO_SLOW: Final = 1.5  # a first call that takes this many times the best so far is the last
 WORTH: Final = 0.98  # of the closed form's time: more is noise, and the closed form stays
 PLANS: Final = 4  # of all families together, by modelled time
 FINALISTS: Final = 3
-
-
-class DroppedError(Exception):
-    """A choice that does not get a time; its text says why."""
 
 
 class Timer:
@@ -61,31 +55,13 @@ class Timer:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def _choice_of(plan: Plan) -> Choice:
-    return Choice(tuple([replace(launch, config=None) for launch in plan.launches]))
-
-
 def whole_plans(multiply: problems.Problem) -> list[Choice]:
     """The closed form's plan, the best few of all families together, and the best of each family by itself."""
     found = [choose(multiply)]
     for names, keep in (((), PLANS), *[((name,), 1) for name in BY_NAME]):
         with contextlib.suppress(ValueError):  # a family that does not take some of the factors
             found += plans(replace(multiply, families=names, counts_host=False), keep)
-    return list(dict.fromkeys(map(_choice_of, found)))
-
-
-def alternatives(multiply: problems.Problem, choice: Choice, number: int) -> list[Choice]:
-    """Choices with the other configurations of one launch that its family has. Equal launches of equal factors change together."""
-
-    def alike(launch: Any) -> Any:
-        return replace(launch.shifted(-launch.start), config=None), multiply.shapes[launch.start : launch.stop]
-
-    mine = choice.launches[number]
-    problem = replace(launches_of(multiply, choice)[number], launch=replace(mine, config=None))
-    configs = TUNABLE[mine.family].choices(problem) if mine.family in TUNABLE else ()
-    return [
-        Choice(tuple([replace(one, config=config) if alike(one) == alike(mine) else one for one in choice.launches])) for config in configs
-    ]
+    return list(dict.fromkeys([Choice.of(made.launches) for made in found]))
 
 
 class Search:
@@ -110,7 +86,7 @@ class Search:
             raise ValueError(f"a multiply of {len(factors)} factors of {x.dtype} is not tuned")
         self.problem, self.timer = problem, Timer(x.device)
         self.tried, self.dropped = 0, list[tuple[str, str]]()
-        self.closed = _choice_of(choose(self.multiply))
+        self.closed = Choice.of(choose(self.multiply).launches)
         self.programs = {self.closed: self.program(None)}
         self.expected = self.call(self.closed)
         self.default_seconds = statistics.median([self.timer(lambda: self.call(self.closed)) for _ in range(ROUNDS[0])])
@@ -120,7 +96,7 @@ class Search:
         """The product by a choice, or by the closed form.
 
         Raises:
-            DroppedError: the device has not what the choice asks for.
+            RuntimeError: the device has not what the choice asks for.
             AssertionError: the result differs from the closed form's by more than the roundings of both.
         """
         build = Builder(self.tensors)
@@ -132,7 +108,7 @@ class Search:
         if choice is not None:
             found, steps = program(self.tensors)[0], 4 * len(factors)  # of both, each of which may round formed factors once more
             if any(launch.fell_back for launch in launches):
-                raise DroppedError("asks for more than the device has")
+                raise RuntimeError("asks for more than the device has")
             is_coarse = found.dtype == torch.float32 and self.multiply.precision != "highest"
             rms, most = tolerances(torch.float16 if is_coarse else found.dtype, steps)
             assert_close(found, self.expected, rms_tol=rms, max_tol=most)
@@ -143,44 +119,28 @@ class Search:
         return self.programs[choice](self.tensors)[0]
 
     def run(self) -> None:
-        """Time plans, then other configurations of the fastest one's launches, then the fastest of all again."""
+        """Compile, check and time plans, as far as the budget goes, then time the fastest again."""
         self.report(self.result())
-        self.try_all(whole_plans(self.multiply))
-        for number in range(len(self.fastest()[0].launches)):
-            self.try_all(alternatives(self.multiply, self.fastest()[0], number))
+        for choice in whole_plans(self.multiply):
+            if choice in self.programs or time.perf_counter() - self.start > self.budget:
+                continue
+            try:
+                self.times[choice] = self.trial(choice)
+            except Exception as error:  # it does not compile, asks for more than the device has, or is wrong
+                self.dropped.append((str(choice), f"{type(error).__name__}: {str(error)[:200]}"))
+                if self.tensors[0].is_cuda:
+                    torch.cuda.synchronize(self.tensors[0].device)  # a device that is lost for good says so here, and the search ends
+            self.tried += 1
+            self.report(self.result())
         self.times = self.interleaved([*dict.fromkeys([self.closed, *self.fastest()[:FINALISTS]])], 4 * ROUNDS_SECONDS)
 
     def fastest(self) -> list[Choice]:
         """The choices that have a time, the fastest first."""
         return sorted(self.times, key=self.times.__getitem__)
 
-    def try_all(self, choices: Sequence[Choice]) -> None:
-        """Compile, check and time choices, as far as the budget goes."""
-        for choice in choices:
-            if choice in self.programs or self.tried >= TRIALS_MOST or time.perf_counter() - self.start > self.budget:
-                continue
-            try:
-                self.times[choice] = self.trial(choice)
-            except DroppedError as reason:
-                self.dropped.append((str(choice), str(reason)))
-            self.tried += 1
-            self.report(self.result())
-
     def trial(self, choice: Choice) -> float:
-        """The time of a choice, by that of the closed form at the same time.
-
-        Raises:
-            DroppedError: it does not compile, asks for more than the device has, or is wrong.
-        """
-        try:
-            self.programs[choice] = self.program(choice)
-        except DroppedError:
-            raise
-        except Exception as error:
-            raise DroppedError(f"{type(error).__name__}: {str(error)[:200]}") from error
-        finally:
-            if self.tensors[0].is_cuda:
-                torch.cuda.synchronize(self.tensors[0].device)  # a device that is lost for good says so here, and the search ends
+        """The time of a choice, by that of the closed form at the same time."""
+        self.programs[choice] = self.program(choice)
         first = self.timer(lambda: self.call(choice))
         if first > TOO_SLOW * min(self.times.values()):
             return first
@@ -208,7 +168,7 @@ def search(x: Tensor, factors: Sequence[Tensor], precision: str | None, budget: 
 
     Arguments as in `Search`.
     """
-    with devices.on_device(x), torch.no_grad():
+    with torch.cuda.device_of(x), torch.no_grad():  # Triton launches on the current device
         found = Search(x if is_mergeable(x) else x.contiguous(), factors, precision, budget, report)
         try:
             found.run()

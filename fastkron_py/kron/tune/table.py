@@ -12,26 +12,29 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fastkron_py.kron.families import BY_NAME, TUNABLE
+import torch
+
+from fastkron_py.kron.families import BY_NAME, offers
 from fastkron_py.kron.plan.steps import Launch, Step
-from fastkron_py.kron.tune.choice import FACTORS_MOST, ITEMSIZE, Choice, Problem, problem_of
+from fastkron_py.kron.planner import segment_of
 
 if TYPE_CHECKING:
-    import torch
-
     from fastkron_py.kron import problem as problems
     from fastkron_py.kron.tune.api import TuningResult
 
-# Raised when a kernel or the meaning of a configuration changes so that older timings say nothing any more. Not the library's
+# Raised when a kernel or the meaning of an entry changes so that older timings say nothing any more. Not the library's
 # version: most releases leave the kernels alone, and a table shall outlive them.
-SCHEMA: Final = 4
+SCHEMA: Final = 5
 LONGEST: Final = 1e15  # microseconds, which no float or text has trouble with
+ITEMSIZE: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+FACTORS_MOST: Final = 64
+INTERPRETER: Final = "interpreter"  # in place of a device's name
 
 
 class TuningWarning(UserWarning):
@@ -41,6 +44,95 @@ class TuningWarning(UserWarning):
 def _warn(message: str) -> None:
     """Say that a table, or a part of one, is left out of use."""
     warnings.warn(message, TuningWarning, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The problem that a choice depends on. alpha, beta, z and the factors' strides are not part of it.
+
+    Attributes:
+        device: its name, or "interpreter".
+        triton: major and minor version.
+        dtype: of the tensors.
+        precision: of float32 products, "highest" or "high"; "highest" for the other dtypes, where it changes nothing.
+        factors: (P_i, Q_i) of each factor as the kernels see it (transposed in the left form).
+        rows: rows of x times batches, rounded to a power of two (`rows_bucket`): a longer grid, and nothing else.
+        columns: elements that lie side by side behind every mode (those of x in the left form), exactly: on them
+            depends how every access is aligned.
+        batched: every batch has factors of its own.
+        contiguous: rows of x follow each other in memory without a gap.
+    """
+
+    device: str
+    triton: str
+    dtype: str
+    precision: str
+    factors: tuple[tuple[int, int], ...]
+    rows: int
+    columns: int
+    batched: bool
+    contiguous: bool
+
+
+def rows_bucket(rows: int) -> int:
+    """The power of two that is nearest to rows (by their ratio)."""
+    return 1 << round(math.log2(rows))
+
+
+@lru_cache(maxsize=64)
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else INTERPRETER
+
+
+def problem_of(multiply: problems.Problem, device: torch.device) -> Problem | None:
+    """The problem that a multiply poses, or None for one that is not tuned: a part of the factors only."""
+    import triton  # by multiplies only: the command line reads tables without it
+
+    count = len(multiply.factor_shapes)
+    dtype = str(multiply.dtype).removeprefix("torch.")
+    if multiply.start != 0 or multiply.stop != count or count > FACTORS_MOST or dtype not in ITEMSIZE:
+        return None
+    groups, rows, width, columns = multiply.shape
+    return Problem(
+        device=_device_name(device),
+        triton=".".join(triton.__version__.split(".")[:2]),
+        dtype=dtype,
+        precision="high" if multiply.dtype == torch.float32 and multiply.precision != "highest" else "highest",
+        factors=multiply.shapes,
+        rows=rows_bucket(groups * rows),
+        columns=columns,
+        batched=groups > 1,
+        contiguous=rows == 1 or multiply.x.row == width * columns,
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Launches in the order in which they run."""
+
+    launches: tuple[Launch, ...]
+
+    @classmethod
+    def of(cls, launches: Sequence[Launch]) -> Choice:
+        """Launches without torch's algorithms, which depend on whether there is a z."""
+        return cls(tuple([replace(launch, config=None) for launch in launches]))
+
+    def __str__(self) -> str:
+        """A line for people: of each launch the factors of each step, and the family."""
+        steps = [" ".join(["*".join(map(str, range(step.start, step.stop))) for step in launch.steps]) for launch in self.launches]
+        return ", ".join([f"[{text}] {one.family}" for text, one in zip(steps, self.launches, strict=True)])
+
+    def is_offered(self, multiply: problems.Problem) -> bool:
+        """Whether families offer its launches, in this or another order: nothing else is launched."""
+        if sorted([i for one in self.launches for i in range(one.start, one.stop)]) != [*range(len(multiply.shapes))]:
+            return False
+        for launch in self.launches:
+            asked = replace(multiply, families=(launch.family,))
+            found = [offers(segment_of(asked, launch.start, launch.stop, placed)).get(launch.family, "") for placed in (False, True)]
+            made = [bid.launch.shifted(launch.start) for offer in found if not isinstance(offer, str) for bid in offer]
+            if launch.steps not in [one.steps for one in made]:
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -192,15 +284,10 @@ def export(folder: Path, entries: Sequence[Entry]) -> list[Path]:
 
 def _as_json(entry: Entry) -> dict[str, Any]:
     """An entry as a JSON object, whose steps are the first factor and one past the last."""
-    launches = [
-        {
-            "steps": [(step.start, step.stop) for step in launch.steps],
-            "family": launch.family,
-            "config": None if launch.config is None else asdict(launch.config),
-        }
-        for launch in (entry.choice.launches if entry.choice else ())
+    choice = entry.choice and [
+        {"steps": [(step.start, step.stop) for step in launch.steps], "family": launch.family} for launch in entry.choice.launches
     ]
-    return {"schema": SCHEMA} | asdict(entry) | {"choice": launches if entry.choice else None}
+    return {"schema": SCHEMA} | asdict(entry) | {"choice": choice}
 
 
 def _entry_from(data: Any) -> Entry:
@@ -223,15 +310,9 @@ def _entry_from(data: Any) -> Entry:
 
 
 def _launch_from(data: Any, problem: Problem) -> Launch:
-    """A launch of some of a problem's factors. Its configuration is one of the family that has these fields, of exactly their types."""
-    (ps, qs), family, config = zip(*problem.factors, strict=True), data["family"], data["config"]
-    if config is not None:
-        types = {name: type(value).__name__ for name, value in config.items()}
-        made = [cls(**config) for cls in TUNABLE[family].config_types if types == {f.name: f.type for f in fields(cls)}]
-        if not made:
-            raise ValueError(f"{config} is no configuration of {family!r}")
-        config = made[0]
+    """A launch of some of a problem's factors."""
+    (ps, qs), family = zip(*problem.factors, strict=True), data["family"]
     steps = [(i, j) for i, j in data["steps"] if 0 <= i < j <= len(ps)]
     if not steps or len(steps) < len(data["steps"]) or family not in BY_NAME:
         raise ValueError(f"no launch: {data}")
-    return Launch(tuple([Step(i, j, math.prod(ps[i:j]), math.prod(qs[i:j])) for i, j in steps]), family, config)
+    return Launch(tuple([Step(i, j, math.prod(ps[i:j]), math.prod(qs[i:j])) for i, j in steps]), family)

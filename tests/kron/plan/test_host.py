@@ -14,7 +14,7 @@ from fastkron_py import host_time, kron_plan
 from fastkron_py.kron import planner
 from fastkron_py.kron.families import fragments, tile, torch_products
 from fastkron_py.kron.problem import HostWork, Offer, Problem, contiguous_problem
-from fastkron_py.runtime import call_cache
+from fastkron_py.runtime import backend
 from fastkron_py.runtime.gpu import HOPPER
 
 EAGER = {  # problems that torch took fewer steps for: shapes, rows, dtype
@@ -76,14 +76,14 @@ def test_plans_say_what_the_host_takes() -> None:
 
 
 def test_the_host_is_part_of_a_calls_key_and_a_capture_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    eager = call_cache.settings()
+    eager = backend.settings()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert call_cache.settings() == eager
+    assert backend.settings() == eager
     with host_time(False):
-        assert call_cache.settings() != eager
+        assert backend.settings() != eager
         with host_time(True):
-            assert call_cache.settings() == eager
-    assert call_cache.settings() == eager
+            assert backend.settings() == eager
+    assert backend.settings() == eager
     with pytest.raises(TypeError, match="counts: expected a bool; got int"), fastkron_py.host_time(0):
         pass
 

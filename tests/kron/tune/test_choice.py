@@ -1,4 +1,4 @@
-"""Which choices are valid: those that families offer, with configurations of theirs, and these compute the product."""
+"""Which choices are valid: those that families offer, and these compute the product."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tuning_cases import CHAIN, SINGLE, UNMERGED, carry_out, choice, expected, launch, launches_by, operands, problem, single
+from tuning_cases import UNMERGED, carry_out, choice, expected, launch, launches_by, operands, problem, single
 
 from fastkron_py.kron.families import offers
-from fastkron_py.kron.families.fragments import ChainedConfig
 from fastkron_py.kron.forward import multiply_problem
 from fastkron_py.kron.planner import segment_of
 from fastkron_py.kron.problem import contiguous_problem
-from fastkron_py.kron.tune.choice import Choice
-from fastkron_py.kron.tune.search import alternatives
+from fastkron_py.kron.tune.table import Choice
 from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.testing import assert_close
 
 SQUARE = [(16, 16)] * 2
 
 
-def chain(config=CHAIN, steps=((0, 1), (1, 2)), family="tile", factors=SQUARE):
-    return choice(launch(steps, family, config, factors))
+def chain(steps=((0, 1), (1, 2)), family="tile", factors=SQUARE):
+    return choice(launch(steps, family, factors))
 
 
 def multiply_of(p):
@@ -42,26 +40,22 @@ def multiply_of(p):
         (choice(single(0), single(0, 2)), problem()),
         (choice(single(0), launch(((1, 2),), factors=SQUARE)), problem()),
         (chain(steps=((1, 2), (0, 1))), problem(SQUARE)),
-        (chain(SINGLE), problem(SQUARE)),
-        (chain(replace(CHAIN, block_s=1024)), problem(SQUARE)),
-        (chain(None, factors=problem().factors), problem()),  # narrow steps, which are multiplied out
-        (chain(None, ((0, 2),), factors=[(64, 64)] * 2), problem([(64, 64)] * 2)),  # multiplied out beyond a width of 64
-        (chain(None, factors=[(64, 64)] * 2), problem([(64, 64)] * 2, columns=4)),  # more than a tile
-        (chain(None, family="whole_row"), problem(SQUARE)),
-        (chain(ChainedConfig(16, 3, 0, 0), family="fragments"), problem(SQUARE)),
-        (choice(single(0, 2, replace(SINGLE, block_s=24))), problem()),
-        (choice(single(0, 2, replace(SINGLE, num_warps=3))), problem()),
+        (chain(factors=problem().factors), problem()),  # narrow steps, which are multiplied out
+        (chain(((0, 2),), factors=[(64, 64)] * 2), problem([(64, 64)] * 2)),  # multiplied out beyond a width of 64
+        (chain(factors=[(64, 64)] * 2), problem([(64, 64)] * 2, columns=4)),  # more than a tile
+        (chain(family="whole_row"), problem(SQUARE)),
+        (chain(family="fragments"), problem(SQUARE)),
     ],
 )
 def test_what_families_do_not_offer_is_not_taken(chosen, p):
     assert UNMERGED.is_offered(multiply_of(problem()))
-    assert chain(None).is_offered(multiply_of(problem(SQUARE)))
+    assert chain().is_offered(multiply_of(problem(SQUARE)))
     assert not chosen.is_offered(multiply_of(p))
 
 
 @st.composite
 def anything(draw):
-    """Two to four factors cut at random into launches that families offer, in any order, one with another configuration of theirs."""
+    """Two to four factors cut at random into launches that families offer, in any order."""
     sizes = st.sampled_from([1, 2, 3, 5, 9, 16, 17])
     factors = draw(st.lists(st.tuples(sizes, sizes), min_size=2, max_size=4).filter(lambda f: math.prod(p * q for p, q in f) < 1 << 20))
     p = problem(factors, rows=draw(st.sampled_from([1, 8])), columns=draw(st.sampled_from([1, 3])))
@@ -75,8 +69,7 @@ def anything(draw):
             launches.append(replace(draw(st.sampled_from([made.launch for made in offer])).shifted(start), config=None))
             stop = start
     chosen = Choice(tuple(draw(st.permutations(launches))))
-    number = draw(st.integers(0, len(launches) - 1))
-    return p, draw(st.sampled_from([chosen, *alternatives(multiply_of(p), chosen, number)]))
+    return p, chosen
 
 
 @settings(max_examples=20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import forked
 import pytest
@@ -13,13 +12,10 @@ from tuning_cases import DEVICE, UNMERGED, choice, entry, kernels, launch, noted
 import fastkron_py
 from benchmarks.kron.programs import pretending
 from fastkron_py import reference
-from fastkron_py.kron.families import BY_NAME, TUNABLE, family_of
-from fastkron_py.kron.families.fragments import ChainedConfig
-from fastkron_py.kron.families.tile import ChainConfig, SingleConfig
+from fastkron_py.kron.families import family_of
 from fastkron_py.kron.forward import launches_of, multiply_problem, with_whole_rows
 from fastkron_py.kron.tune import search, table
-from fastkron_py.kron.tune.choice import rows_bucket
-from fastkron_py.kron.tune.table import TuningWarning
+from fastkron_py.kron.tune.table import Choice, TuningWarning, rows_bucket
 from fastkron_py.runtime.device import absent
 from fastkron_py.runtime.launch import Launcher
 from fastkron_py.testing import assert_close
@@ -30,8 +26,7 @@ BUDGET = 600.0  # seconds that no search here takes: a few trials end each
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Few trials, and few calls behind a time."""
-    monkeypatch.setattr(search, "TRIALS_MOST", 4)
+    """Few calls behind a time."""
     monkeypatch.setattr(search, "ROUNDS", (2, 2))
 
 
@@ -82,29 +77,9 @@ def test_results_are_right_before_and_after(tables, quick, dtype, left):
     assert_close(y, expected, steps=8)
 
 
-def test_a_faster_choice_is_saved_and_taken_at_once(tables, monkeypatch):
-    """The whole search, with a clock by which one configuration is ten times as fast."""
-    noted = noted_launches(monkeypatch)
-    product()
-    assert [len(launches) for launches in noted] == [1]
-    favourite = choice(single(0, 2, SingleConfig(32, 16, 16, 8, 3, 2)))
-    with monkeypatch.context() as patch:
-        patch.setattr(search, "ROUNDS", (2, 2))
-        timed_as(patch, lambda chosen: 0.1 if chosen.launches[0].config and chosen.launches[0].config.block_s >= 32 else 1.0)
-        patch.setattr(search, "alternatives", lambda *_: [favourite, choice(single(0, 2))])
-        result = tune()
-    assert result.choice == favourite
-    assert result.gain == pytest.approx(10)
-    assert table.read(tables) == {problem(): table.entry_of(result)}
-    y, expected = product()
-    assert_close(y, expected)
-    assert kernels(noted[-1]) == [("single", 32)]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-def test_every_family_with_an_offer_is_tried(tables, monkeypatch):
-    """On a CPU these are three; that of torch's products is made the fastest, and multiplies from then on."""
-    monkeypatch.setattr(search, "ROUNDS", (2, 2))
+def test_every_family_with_an_offer_is_tried(tables, quick, monkeypatch):
+    """On a CPU these are three; that of torch's products is made the fastest by ten times, and multiplies from then on."""
     seen = []
     with monkeypatch.context() as patch:
         families = {"torch_products"}
@@ -112,47 +87,39 @@ def test_every_family_with_an_offer_is_tried(tables, monkeypatch):
         result = tune()
     assert {one.family for chosen in seen for one in chosen.launches} == {"narrow", "tile", "torch_products"}
     assert {one.family for one in result.choice.launches} == {"torch_products"}
+    assert result.gain == pytest.approx(10)
+    assert table.read(tables) == {problem(): table.entry_of(result)}
+    noted = noted_launches(monkeypatch)
     y, expected = product()
     assert_close(y, expected)
-
-
-def is_three_stages(launch):
-    return isinstance(launch.config, ChainConfig) and (launch.config.num_warps, launch.config.num_stages) == (4, 3)
+    assert {made.launch.family for made in noted[-1]} == {"torch_products"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.parametrize(
-    ("factors", "rows", "dtype", "wanted"),
+    ("factors", "rows", "dtype", "family"),
     [
-        (
-            [(16, 16)] * 3,
-            64,
-            torch.float32,
-            lambda launch: launch.family == "fragments" and launch.config and launch.config.max_registers == 168,
-        ),
-        ([(32, 32)] * 4, 4, torch.float64, is_three_stages),
-        ([(128, 128)] * 2, 1024, torch.float32, lambda launch: launch.family == "wgmma"),
-        ([(16, 16)] * 3, 2, torch.bfloat16, lambda launch: launch.family == "fragments"),
-        ([(8, 8)] * 4, 16, torch.float32, lambda launch: launch.family == "small_factors"),
+        ([(128, 128)] * 2, 1024, torch.float32, "wgmma"),
+        ([(16, 16)] * 3, 2, torch.bfloat16, "fragments"),
+        ([(8, 8)] * 4, 16, torch.float32, "small_factors"),
     ],
-    ids=["fragments", "tile", "wgmma", "half precision", "small_factors"],
+    ids=["wgmma", "half precision", "small_factors"],
 )
-def test_the_table_of_a_gpu_that_is_not_here(tables, monkeypatch, factors, rows, dtype, wanted):
-    """Nothing is launched. A choice is the faster the more of its launches are wanted: a table names these, and calls take them."""
+def test_the_table_of_a_gpu_that_is_not_here(tables, monkeypatch, factors, rows, dtype, family):
+    """Nothing is launched. A choice is the faster the more of its launches are a family's: a table names these, and calls take them."""
     monkeypatch.setattr(
         search.Search, "program", lambda self, chosen: launches_of(self.multiply, chosen) and (lambda _: (torch.zeros(()),))
     )
-    timed_as(monkeypatch, lambda chosen: 2.0 - sum(map(bool, map(wanted, chosen.launches))) / len(chosen.launches))
+    timed_as(monkeypatch, lambda chosen: 2.0 - [one.family for one in chosen.launches].count(family) / len(chosen.launches))
     x, matrices = torch.empty(1, rows, math.prod(p for p, _ in factors), 1, dtype=dtype), [torch.empty(1, *f, dtype=dtype) for f in factors]
     with pretending():
         result = tune(rows, factors, dtype=dtype, device="cpu")
         multiply = with_whole_rows(multiply_problem(x, matrices, x.device, "highest"), lambda: True)
-        assert all(map(wanted, result.choice.launches)), result.choice
+        assert {launch.family for launch in result.choice.launches} == {family}
         assert result.gain == pytest.approx(2)
         assert table.read(tables) == {result.problem: table.entry_of(result)}
         launches = [made.launch for made in launches_of(multiply, table.tuned(multiply, x.device))]
-    assert [launch.family for launch in launches] == [launch.family for launch in result.choice.launches]
-    assert [launch.config for launch in launches] == [launch.config for launch in result.choice.launches]
+    assert launches == list(result.choice.launches)
 
 
 def on_absent(name, factors, rows, dtype=torch.float32, columns=1):
@@ -178,26 +145,14 @@ def test_candidates_on_gpus(name, factors, rows, dtype, columns):
     """All are valid and have launches, of each family that offers some; the closed form's plan is the first."""
     multiply = on_absent(name, factors, rows, dtype, columns)
     plans = search.whole_plans(multiply)
-    assert list(plans[0].launches) == [replace(one.launch, config=None) for one in launches_of(multiply, None)]
-    others = [chosen for number in range(len(plans[0].launches)) for chosen in search.alternatives(multiply, plans[0], number)]
-    if any(one.family in TUNABLE for one in plans[0].launches):
-        assert any(launch.config for chosen in others for launch in chosen.launches)
-    assert len(dict.fromkeys(others)) <= len(BY_NAME) + 8 * len(TUNABLE) * len(plans[0].launches)
-    for chosen in (*plans, *others):
+    assert plans[0] == Choice.of([one.launch for one in launches_of(multiply, None)])
+    for chosen in plans:
         assert chosen.is_offered(multiply)
         made = [one for one in launches_of(multiply, chosen) if one.launch.family != "torch_products"]
         assert all(family_of(one.launch).launch_configs(one) for one in made)
-    families = {launch.family for chosen in (*plans, *others) for launch in chosen.launches}
+    families = {launch.family for chosen in plans for launch in chosen.launches}
     assert {"tile", "torch_products"} <= families
     assert ("fragments" in families) == (name == "H100" and dtype != torch.float64)
-
-
-def test_equal_launches_change_together():
-    multiply = on_absent("A100", [(64, 64)] * 3, 256)
-    first = search.whole_plans(multiply)[0]
-    assert len(first.launches) == 3
-    for chosen in search.alternatives(multiply, first, 1):
-        assert len({(launch.family, launch.config) for launch in chosen.launches}) == 1
 
 
 def test_another_process_takes_it(tables):
@@ -234,14 +189,14 @@ def test_a_product_of_a_rank_takes_it(tables, monkeypatch):
 
 def test_what_this_device_does_not_offer_is_not_taken(tables, monkeypatch):
     """A table of a GPU of this name with another chip."""
-    fragments = choice(launch(((0, 1), (1, 2)), "fragments", ChainedConfig(16, 4, 0, 0), [(16, 16)] * 2))
+    fragments = choice(launch(((0, 1), (1, 2)), "fragments", [(16, 16)] * 2))
     table.remember(entry(problem([(16, 16)] * 2), fragments))
     noted = noted_launches(monkeypatch)
     x = torch.randn(4, 256, device=DEVICE, dtype=torch.float32)
     with fastkron_py.backend("triton"):
         fastkron_py.kron_matmul(x, [torch.randn(16, 16, device=DEVICE) for _ in range(2)])
     if DEVICE.type == "cpu":
-        assert kernels(noted[-1])[0][0] in ("single", "chain")
+        assert kernels(noted[-1])[0] in ("single", "chain")
 
 
 class Raising(Launcher):
@@ -268,7 +223,6 @@ def test_failing_candidates_are_dropped_with_their_reasons(tables, quick, monkey
 
     monkeypatch.setattr(search, "launches_of", launches_of)
     monkeypatch.setattr(search, "whole_plans", lambda _: list(launchers))
-    monkeypatch.setattr(search, "alternatives", lambda *_: [])
     result = tune()
     reasons = [reason for _, reason in result.dropped]
     assert [text for text, _ in result.dropped] == list(map(str, launchers))
