@@ -31,9 +31,21 @@ class Sizes(NamedTuple):
     passes: int  # over the tensor cores: 3 for float32-class
     gpu: GPU
 
+    @property
+    def products(self) -> int:
+        """Multiplications of a pass."""
+        return self.rows * self.num_in * self.num_out * self.terms
+
+    def seconds(self) -> float:
+        """At the GPU's peak."""
+        return 2 * self.products * self.passes / self.gpu.rate(self.itemsize)
+
 
 class Tile(NamedTuple):
-    """Blocks of the result [block_m, block_n] and of the reduction, and how they are run."""
+    """Blocks of the result [block_m, block_n] and of the reduction, how they are run, and how the reduction is shared out.
+
+    Split ``s`` takes blocks ``s * blocks`` and on; in the forward pass, for each group of degrees.
+    """
 
     block_m: int
     block_n: int
@@ -41,14 +53,15 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     degrees: int = 1  # side by side, in the gradients: in one product for dx, in one program for dC
-
-
-class Split(NamedTuple):
-    """How a reduction is shared out: split ``s`` takes blocks ``s * blocks`` and on; in the forward pass, for each group of degrees."""
-
-    splits: int
-    blocks: int
+    splits: int = 1
+    blocks: int = 0  # of a split
     groups: int = 1  # of degrees, all of the same size
+
+    def shared_out(self, splits: int, depth: int) -> Tile:
+        """The tile with as many splits of a reduction of this depth, or fewer, none of which is empty."""
+        blocks = -(-depth // self.block_k)
+        each = -(-blocks // splits)
+        return self._replace(splits=-(-blocks // each), blocks=each)
 
 
 GROUP: Final = 8  # rows of tiles that are in flight together
@@ -121,7 +134,7 @@ _LEAST_FILLED: Final = 2 / 3  # of the multiprocessors' work, below which anothe
 
 def is_large(sizes: Sizes) -> bool:
     """Whether degree 0 is taken out of the product, and operands are transposed and split before it."""
-    return sizes.rows >= LARGE_ROWS and sizes.rows * sizes.num_in * sizes.num_out * sizes.terms >= LARGE_PRODUCTS
+    return sizes.rows >= LARGE_ROWS and sizes.products >= LARGE_PRODUCTS
 
 
 def _tiles(tile: Tile, height: int, width: int) -> int:
@@ -163,8 +176,8 @@ def _groups(tile: Tile, degrees: int) -> int:
     return -(-degrees // tile.degrees) if degrees else 1
 
 
-def _split(tile: Tile, programs: int, depth: int, inner: int, sizes: Sizes, each: int, fewest: int = 1) -> Split:
-    """Splits that fill the multiprocessors, each with some steps to do.
+def _split(tile: Tile, programs: int, depth: int, inner: int, sizes: Sizes, each: int, fewest: int = 1) -> Tile:
+    """The tile with splits that fill the multiprocessors, each with some steps to do.
 
     Args:
         tile: blocks.
@@ -177,9 +190,7 @@ def _split(tile: Tile, programs: int, depth: int, inner: int, sizes: Sizes, each
     """
     blocks = -(-depth // tile.block_k)
     wanted = each * sizes.gpu.multiprocessors // programs if programs < sizes.gpu.multiprocessors else 1
-    splits = max(1, min(wanted, blocks // max(fewest, -(-_FEWEST_STEPS // inner)), MOST_SPLITS))
-    share = -(-blocks // splits)
-    return Split(-(-blocks // share), share)
+    return tile.shared_out(max(1, min(wanted, blocks // max(fewest, -(-_FEWEST_STEPS // inner)), MOST_SPLITS)), depth)
 
 
 def _at_once(tile: Tile) -> int:
@@ -187,20 +198,21 @@ def _at_once(tile: Tile) -> int:
     return max(1, _WARPS_AT_ONCE // tile.warps)
 
 
-def _shared_out(tile: Tile, programs: int, depth: int, results: int, sizes: Sizes) -> Split:
-    """Splits of a large product. Its programs come in waves, and the last may be nearly empty: its cost against the partial sums'."""
+def _in_waves(tile: Tile, programs: int, depth: int, results: int, sizes: Sizes) -> Tile:
+    """The tile with splits of a large product.
+
+    Its programs come in waves, and the last may be nearly empty: its cost against the partial sums'.
+    """
     blocks = -(-depth // tile.block_k)
     slots = sizes.gpu.multiprocessors * _at_once(tile)
-    work = 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / (_REACHED * sizes.gpu.rate(sizes.itemsize))
+    work = sizes.seconds() / _REACHED
 
     def seconds(splits: int) -> float:
         waves = -(-programs * splits // slots)
         partial = 2 * splits * results * max(4, sizes.itemsize) / sizes.gpu.bandwidth if splits > 1 else 0.0
         return work * waves * slots / (programs * splits) + partial
 
-    splits = min(range(1, 1 + min(_MOST_SPLITS_OF_LARGE, blocks)), key=seconds)
-    each = -(-blocks // splits)
-    return Split(-(-blocks // each), each)
+    return tile.shared_out(min(range(1, 1 + min(_MOST_SPLITS_OF_LARGE, blocks)), key=seconds), depth)
 
 
 def _tiles_of(name: str, sizes: Sizes) -> Sequence[Tile]:
@@ -218,16 +230,16 @@ def _tiles_of(name: str, sizes: Sizes) -> Sequence[Tile]:
     return found
 
 
-def forward(sizes: Sizes) -> tuple[Tile, Split]:
+def forward(sizes: Sizes) -> Tile:
     """Of y [rows, num_out], reduced over num_in and degrees."""
     tile = _chosen(_tiles_of("forward", sizes), _FEW_FORWARD, (sizes.rows, sizes.num_out, sizes.num_in), sizes)
     programs = _tiles(tile, sizes.rows, sizes.num_out)
     if is_large(sizes):
-        return tile, _shared_out(tile, programs, sizes.num_in, sizes.rows * sizes.num_out, sizes)
-    split = _split(tile, programs, sizes.num_in, sizes.terms, sizes, _at_once(tile))
-    most = _at_once(tile) * sizes.gpu.multiprocessors // (programs * split.splits)
-    groups = [g for g in range(1, sizes.terms // _FEWEST_DEGREES + 1) if sizes.terms % g == 0 and g * split.splits <= MOST_SPLITS]
-    return tile, split._replace(groups=max([g for g in groups if g <= most], default=1))
+        return _in_waves(tile, programs, sizes.num_in, sizes.rows * sizes.num_out, sizes)
+    tile = _split(tile, programs, sizes.num_in, sizes.terms, sizes, _at_once(tile))
+    most = min(_at_once(tile) * sizes.gpu.multiprocessors // programs, MOST_SPLITS) // tile.splits
+    groups = range(1, min(sizes.terms // _FEWEST_DEGREES, most) + 1)
+    return tile._replace(groups=max([g for g in groups if sizes.terms % g == 0], default=1))
 
 
 def _with_degrees(tile: Tile, sizes: Sizes) -> Tile:
@@ -241,14 +253,14 @@ def _with_degrees(tile: Tile, sizes: Sizes) -> Tile:
     return tile._replace(degrees=degrees, block_n=tile.block_n * (2 if degrees <= 2 else 1))
 
 
-def input_gradient(sizes: Sizes) -> tuple[Tile, Split]:
+def input_gradient(sizes: Sizes) -> Tile:
     """Of dx [rows, num_in], reduced over num_out and degrees."""
     tiles, few = ([_with_degrees(tile, sizes) for tile in found] for found in (_tiles_of("input", sizes), _FEW_INPUT))
     tile = _chosen(tiles, few, (sizes.rows, sizes.num_in, sizes.num_out), sizes)
     programs = _tiles(tile, sizes.rows, sizes.num_in)
     if is_large(sizes):
-        return tile, _shared_out(tile, programs, sizes.num_out, sizes.rows * sizes.num_in, sizes)
-    return tile, _split(tile, programs, sizes.num_out, sizes.terms, sizes, each=1, fewest=2)
+        return _in_waves(tile, programs, sizes.num_out, sizes.rows * sizes.num_in, sizes)
+    return _split(tile, programs, sizes.num_out, sizes.terms, sizes, each=1, fewest=2)
 
 
 def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
@@ -262,7 +274,7 @@ def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
     return (tile, degrees) if sizes.rows * sizes.num_in * sizes.terms >= _LEAST_FILLED * done else None
 
 
-def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
+def coefficient_gradient(sizes: Sizes) -> Tile:
     """Of dC, a tile [num_in, num_out] for each few degrees, reduced over rows."""
     tiles = _tiles_of("coefficients", sizes)
     gpu = sizes.gpu
@@ -273,9 +285,8 @@ def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
     tile = _chosen(tiles, _FEW_COEFFICIENTS, (sizes.num_in, sizes.num_out, sizes.rows), sizes, sizes.terms)
     programs = _tiles(tile, sizes.num_in, sizes.num_out) * _groups(tile, sizes.terms)
     if is_large(sizes):
-        results = sizes.num_in * sizes.num_out * sizes.terms
-        return tile, _shared_out(tile, programs, sizes.rows, results, sizes)
-    return tile, _split(tile, programs, sizes.rows, tile.degrees, sizes, _at_once(tile))
+        return _in_waves(tile, programs, sizes.rows, sizes.num_in * sizes.num_out * sizes.terms, sizes)
+    return _split(tile, programs, sizes.rows, tile.degrees, sizes, _at_once(tile))
 
 
 # ---- the kernels for Hopper GPUs: tiles, buffers, and how programs share sums ----------------------
@@ -326,26 +337,17 @@ class Pipelined(NamedTuple):
     splits: int = 1  # of the forward reduction
     blocks: int = 0  # of each split
     work_items: int = 0  # tiles of all splits, or parts of the work, that programs take one after the other
-    registers: tuple[int, int] | None = None  # of a thread that holds sums; of one that makes values
+    registers: tuple[int, int] = _REGISTERS  # of a thread that holds sums; of one that makes values
 
 
 def takes_pipelined(sizes: Sizes, backward: bool) -> bool:
-    """Whether products are large enough, and 16-bit rows of operands can be copied 16 bytes at a time."""
-    if sizes.itemsize == 8:
-        return False
+    """Whether products are large enough."""
     rows, products = (MEASURED.least_rows, MEASURED.least_products / (1 + backward)) if sizes.passes == 3 else (1 / 4, 1)
-    copies = sizes.itemsize == 4 or (sizes.num_in % 8 == 0 and sizes.num_out % 8 == 0)
-    work = sizes.rows * sizes.num_in * sizes.num_out * sizes.terms
-    return copies and sizes.rows >= rows * LARGE_ROWS and work >= products * LARGE_PRODUCTS
+    return sizes.rows >= rows * LARGE_ROWS and sizes.products >= products * LARGE_PRODUCTS
 
 
 def _pipelined_tiles(height: int, width: int, block_n: int) -> int:
     return -(-height // BLOCK_M) * -(-width // block_n)
-
-
-def _work(sizes: Sizes) -> float:
-    """Seconds at the peak."""
-    return 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / sizes.gpu.rate(sizes.itemsize)
 
 
 def _widths(sizes: Sizes) -> tuple[int, ...]:
@@ -369,7 +371,7 @@ def pipelined_forward(sizes: Sizes) -> Pipelined:
             for splits in range(1, min(_MOST_SEGMENTS, blocks) + 1):
                 waves = -(-tiles * splits // sizes.gpu.multiprocessors) * sizes.gpu.multiprocessors / (tiles * splits)
                 partial = (2 * splits + 1) * sizes.rows * sizes.num_out * 4 / sizes.gpu.bandwidth if splits > 1 else 0.0
-                yield _work(sizes) * waves / filled + partial, width, splits
+                yield sizes.seconds() * waves / filled + partial, width, splits
 
     _, width, splits = min(candidates())
     each = -(-blocks // splits)

@@ -39,9 +39,9 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
         if precision is None and x.dtype not in HALF_DTYPES and 0 < x.numel() * layer.terms <= _SMALL:
             differentiable = _recorded(layer)
     else:
-        from fastkron_py.kan import triton_backend
+        from fastkron_py.kan import launches
 
-        y = triton_backend.add_forward(build, operands, layer, resolved(precision))
+        y = launches.add_forward(build, operands, layer, resolved(precision))
     return build.program([y], [shape], differentiable=differentiable)
 
 
@@ -56,9 +56,9 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     if not x.numel() or not dy.numel() or backend_of(backend, x, layer) == "torch":
         found = _add_gradients_by_torch(build, operands, needs, layer, precision)
     else:
-        from fastkron_py.kan import triton_backend
+        from fastkron_py.kan import launches
 
-        found = triton_backend.add_gradients(build, operands, needs, layer, resolved(precision))
+        found = launches.add_gradients(build, operands, needs, layer, resolved(precision))
     return build.program(found, wanted((x.shape, coefficients.shape, dy.shape[-1:]), needs))
 
 

@@ -109,7 +109,7 @@ def run_hadamard(dtype: torch.dtype, m: int, bits: int) -> None:
 
 
 def run_kan(rows: int, num_in: int, num_out: int, degree: int, dtype: torch.dtype, precision: str) -> None:
-    from fastkron_py.kan import triton_backend
+    from fastkron_py.kan import launches
     from fastkron_py.kan.bases.registry import find_basis
     from fastkron_py.kan.layer_config import LayerConfig
     from fastkron_py.runtime.builder import Builder
@@ -118,9 +118,9 @@ def run_kan(rows: int, num_in: int, num_out: int, degree: int, dtype: torch.dtyp
     x, dy = torch.empty(rows, num_in, dtype=dtype), torch.empty(rows, num_out, dtype=dtype)
     coefficients = torch.empty(degree + 1, num_out, num_in, dtype=dtype)
     build = Builder((x, coefficients, None))
-    build.program([triton_backend.add_forward(build, tuple(build.inputs), layer, precision)])((x, coefficients))
+    build.program([launches.add_forward(build, tuple(build.inputs), layer, precision)])((x, coefficients))
     build = Builder((dy, x, coefficients))
-    found = triton_backend.add_gradients(build, tuple(build.inputs), (True, True, False), layer, precision)
+    found = launches.add_gradients(build, tuple(build.inputs), (True, True, False), layer, precision)
     build.program(found)((dy, x, coefficients))
 
 

@@ -18,8 +18,7 @@ from fastkron_py import poly_kan
 from fastkron_py.kan import launches, layer_config, operands, plan, program, torch_backend
 from fastkron_py.kan.api import own_bounds
 from fastkron_py.kan.bases.table import table_error_bound
-from fastkron_py.kan.launches import Stored, stored
-from fastkron_py.kan.plan import Split, Tile
+from fastkron_py.kan.plan import Tile
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import ADA
@@ -78,17 +77,18 @@ def test_half_types(backend_name: str, device: torch.device, generator: torch.Ge
 def shared_out(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Every reduction over several programs, degrees too, in small tiles; the shapes of the partial sums that are added up."""
     # Two blocks of inputs in three groups of degrees; of outputs two blocks and what is left; of rows one each.
-    monkeypatch.setattr(plan, "forward", lambda sizes: (Tile(16, 16, 16, 4, 2), Split(2, 2, 3)))
-    monkeypatch.setattr(plan, "input_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 2), Split(2, 2)))
-    monkeypatch.setattr(plan, "coefficient_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 4), Split(2, 1)))
+    monkeypatch.setattr(plan, "forward", lambda sizes: Tile(16, 16, 16, 4, 2, 1, 2, 2, 3))
+    monkeypatch.setattr(plan, "input_gradient", lambda sizes: Tile(16, 16, 16, 4, 2, 2, 2, 2))
+    monkeypatch.setattr(plan, "coefficient_gradient", lambda sizes: Tile(16, 16, 16, 4, 2, 4, 2, 1))
     seen: list[tuple[int, ...]] = []
 
-    def noted(splits: int, shape: tuple[int, ...]) -> Stored:
-        found = stored(splits, shape)
-        seen.extend([] if found.partial is None else [found.partial])
-        return found
+    in_splits = launches._in_splits
 
-    monkeypatch.setattr(launches, "stored", noted)
+    def noted(splits: int, out: Tensor) -> Any:
+        seen.extend([(splits, *out.shape)] if splits > 1 else [])
+        return in_splits(splits, out)
+
+    monkeypatch.setattr(launches, "_in_splits", noted)
     return seen
 
 
