@@ -14,7 +14,7 @@ from torch import Tensor
 from fastkron_py.rational.denominators.device import unchanged
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.rational.kernels.function import COEFFICIENT, _load_coefficients, _rational_slopes
-from fastkron_py.rational.launches import SUM_BLOCK, coefficients, epilogue_params
+from fastkron_py.rational.launches import SUM_BLOCK, epilogue_params, function_of
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.gemm import load_tile, store_tile
@@ -104,6 +104,5 @@ def gradients_program(
     partial = build.empty(((a.shape[1] + b.shape[1]) * sums,), torch.float32)
     # The product is with the weight's transpose, whose rows have to be runs of memory.
     add_gemm(build, dy, weight.mT, None, call, dz, side=z, tensors=(a, b, partial), precision=precision, tile=tile)
-    second = coefficients(a, b, version, (a.dtype, b.dtype), build.device).sums(sums, SUM_BLOCK, 8)
-    build.launch(second, (partial, b, da, db))
+    function_of(build, a, b, version, ()).add_sums(build, partial, (da, db), sums, SUM_BLOCK, 8)
     return build.program([dz, da, db])

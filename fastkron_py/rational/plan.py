@@ -13,7 +13,6 @@ from fastkron_py.runtime.gpu import GPU
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile, gemm_tile
 
 VECTOR_BYTES: Final = 16  # the widest load of a thread
-HALF_BYTES: Final = 2
 LANES: Final = 32
 PERIODS_LEAST: Final = 4  # a program's steps have to outweigh the lanes that wait in its last one
 PHASES_MOST: Final = 64
@@ -161,33 +160,39 @@ class Preference:
     registers: int | None = None
 
 
-# *_HALF hold where no tensor has more than two bytes an element.
-FORWARD: Final = Preference(2, 4, 1)
-FORWARD_HALF: Final = Preference(4, 4, 1)
+# In the forward pass, and where no tensor has more than two bytes an element; in the backward pass, and the same.
+_FORWARD: Final = Preference(2, 4, 1)
+_FORWARD_HALF: Final = Preference(4, 4, 1)
 # One vector a thread and few registers, so that ten programs share a multiprocessor and hide each other's loads. The sums of a
 # program's iterations are added one after the other, and their errors with them, so programs are not long.
-BACKWARD: Final = Preference(1, 4, 8)
-BACKWARD_HALF: Final = Preference(1, 4, 48, True)
+_BACKWARD: Final = Preference(1, 4, 8)
+_BACKWARD_HALF: Final = Preference(1, 4, 48, True)
 # With this number of coefficients in a group at most, fewer registers are enough than the compiler takes by itself.
-FEW_TERMS: Final = 10
-FEW_FORWARD_HALF: Final = replace(FORWARD_HALF, registers=40)
-FEW_BACKWARD: Final = replace(BACKWARD, registers=40)
+_FEW_TERMS: Final = 10
+_FEW_REGISTERS: Final = 40
 
 
-def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference) -> LaunchShape:
+def preference(backward: bool, itemsize: int, terms: float) -> Preference:
+    """The preference of a pass over tensors of this size; terms: coefficients of a group in float32, infinite in float64."""
+    is_half = itemsize <= 2
+    found = (_BACKWARD_HALF if is_half else _BACKWARD) if backward else _FORWARD_HALF if is_half else _FORWARD
+    return replace(found, registers=_FEW_REGISTERS) if terms <= _FEW_TERMS and is_half is not backward else found
+
+
+def walk(runs: Runs, itemsize: int, multiprocessors: int, wanted: Preference) -> LaunchShape:
     """Choose a launch by closed form.
 
     Args:
         runs: of the tensors, not empty.
         itemsize: of the largest dtype among the tensors.
         multiprocessors: of the device.
-        preference: the number to come close to.
+        wanted: what to come close to.
     """
     vector = vector_width(runs, itemsize)
     # Narrow vectors: more of them, so that a thread has about as many elements.
     narrow = max(1, VECTOR_BYTES // itemsize // vector // 2)
-    vectors = preference.vectors if narrow == 1 else min(preference.vectors, 2) * narrow
-    block = LANES * preference.num_warps * vectors
+    vectors = wanted.vectors if narrow == 1 else min(wanted.vectors, 2) * narrow
+    block = LANES * wanted.num_warps * vectors
     per_run = runs.length // vector
     total = per_run * runs.outer
     tiles = math.ceil(total / block)
@@ -197,12 +202,12 @@ def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference
         if phases > PHASES_MOST or tiles < PERIODS_LEAST * phases:
             phases, mode = (1, "rows") if block % per_run == 0 else (1, "wrap")
     periods = math.ceil(tiles / phases)
-    wanted = periods * phases * runs.groups // (PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
-    iterations = min(max(1, wanted), preference.iterations)
-    short = math.ceil(iterations / SHORTER) if preference.tapers else iterations
-    long_chunks = int(periods * LONG_SHARE) // iterations if preference.tapers else periods // iterations
+    most = periods * phases * runs.groups // (PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
+    iterations = min(max(1, most), wanted.iterations)
+    short = math.ceil(iterations / SHORTER) if wanted.tapers else iterations
+    long_chunks = int(periods * LONG_SHARE) // iterations if wanted.tapers else periods // iterations
     chunks = long_chunks + math.ceil((periods - long_chunks * iterations) / short)
-    return LaunchShape(vector, block, preference.num_warps, mode, phases, iterations, short, long_chunks, chunks, total, per_run)
+    return LaunchShape(vector, block, wanted.num_warps, mode, phases, iterations, short, long_chunks, chunks, total, per_run)
 
 
 # ---- rows, with layer normalisation ----------------------------------------------------------------
