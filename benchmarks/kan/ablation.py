@@ -30,13 +30,13 @@ def _held(problem: Problem, tile: Tile, split: bool, table: bool, reordered: boo
 
     layer = problem.layer._replace(table_size=TABLE_SIZE if table else 0)
     x, c = problem.x.detach(), problem.coefficients.detach()
-    chosen, large = tuning.forward, tuning.LARGE_PRODUCTS
-    tuning.forward, tuning.LARGE_PRODUCTS = choose, sys.maxsize  # type: ignore[misc]
+    chosen, measured = tuning.forward, tuning.MEASURED
+    tuning.forward, tuning.MEASURED = choose, measured._replace(large_products=sys.maxsize)  # type: ignore[misc]
     try:
         build = Builder((x, c, None))
         program = build.program([launches.add_forward(build, tuple(build.inputs), layer, problem.precision)])
     finally:
-        tuning.forward, tuning.LARGE_PRODUCTS = chosen, large  # type: ignore[misc]
+        tuning.forward, tuning.MEASURED = chosen, measured  # type: ignore[misc]
     given: Any = c if reordered else c.permute(2, 1, 0).contiguous()
 
     def call() -> Tensor:

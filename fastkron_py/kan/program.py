@@ -77,7 +77,7 @@ def backend_of(backend: str, x: Tensor, layer: LayerConfig) -> str:
 def _most_shared(x: Tensor, coefficients: Tensor) -> int | None:
     """Bytes of a buffer that stays for as long as all steps take: of large layers no more than the smallest, which cost more in turn."""
     work = x.numel() * coefficients.shape[0] * coefficients.shape[1]
-    return None if work < tuning.LARGE_PRODUCTS else _SHARED
+    return None if work < tuning.MEASURED.large_products else _SHARED
 
 
 def wanted(of_each: Sequence[Any], needs: Sequence[bool]) -> list[Any]:

@@ -7,18 +7,61 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile, gemm_tile
 
 VECTOR_BYTES: Final = 16  # the widest load of a thread
 LANES: Final = 32
-PERIODS_LEAST: Final = 4  # a program's steps have to outweigh the lanes that wait in its last one
-PHASES_MOST: Final = 64
-LONG_SHARE: Final = 0.75  # of the periods, those of long chunks
-SHORTER: Final = 4  # a short chunk is so much shorter than a long one
-PROGRAMS_PER_MULTIPROCESSOR: Final = 16  # at least, where there is work for them: about twice the resident ones
+
+
+class Measured(NamedTuple):
+    """Figures of the kernels, measured on one GPU: `measured.json` has them.
+
+    Attributes:
+        periods_least: of a program's, whose steps have to outweigh the lanes that wait in its last one.
+        phases_most: of a period.
+        long_share: of the periods, those of long chunks.
+        shorter: a short chunk is so much shorter than a long one.
+        programs: for each multiprocessor at least, where there is work for them: about twice the resident ones.
+        preferences: by pass, and whether no tensor has more than two bytes an element. In the backward pass programs have one vector a
+            thread and few registers, so that ten share a multiprocessor and hide each other's loads. The sums of a program's iterations
+            are added one after the other, and their errors with them, so programs are not long.
+        few_terms: coefficients in a group at most, with which fewer registers are enough than the compiler takes by itself.
+        few_registers: these.
+        half: share of the GPU's rate that torch's products of half types reach.
+        fused_half: the same of the fused kernel's main loop, of torch's.
+        fused_tf32: share of its rate that the loop reaches in three passes of TF32.
+        instructions: for a value of P / Q of degrees (5, 4).
+        exposed: share of their time that the other program's products do not hide.
+        separate: share of the bandwidth that the function's own kernel reaches.
+        calls: seconds of torch's linear and of a cached call of `rational`, in Python and the driver.
+        call: seconds of the fused kernel's call, which makes its descriptors anew. On an H100's host the layers of KAT-T and KAT-S, whose
+            kernels take 117 and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
+        gain: at most this share of the time, else it is not worth a kernel of one's own.
+    """
+
+    periods_least: int
+    phases_most: int
+    long_share: float
+    shorter: int
+    programs: int
+    preferences: dict[str, list[Any]]
+    few_terms: int
+    few_registers: int
+    half: float
+    fused_half: float
+    fused_tf32: float
+    instructions: float
+    exposed: float
+    separate: float
+    calls: float
+    call: float
+    gain: float
+
+
+MEASURED: Final = Measured(**json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["H100"])
 
 
 class Runs(NamedTuple):
@@ -160,23 +203,12 @@ class Preference:
     registers: int | None = None
 
 
-# In the forward pass, and where no tensor has more than two bytes an element; in the backward pass, and the same.
-_FORWARD: Final = Preference(2, 4, 1)
-_FORWARD_HALF: Final = Preference(4, 4, 1)
-# One vector a thread and few registers, so that ten programs share a multiprocessor and hide each other's loads. The sums of a
-# program's iterations are added one after the other, and their errors with them, so programs are not long.
-_BACKWARD: Final = Preference(1, 4, 8)
-_BACKWARD_HALF: Final = Preference(1, 4, 48, True)
-# With this number of coefficients in a group at most, fewer registers are enough than the compiler takes by itself.
-_FEW_TERMS: Final = 10
-_FEW_REGISTERS: Final = 40
-
-
 def preference(backward: bool, itemsize: int, terms: float) -> Preference:
     """The preference of a pass over tensors of this size; terms: coefficients of a group in float32, infinite in float64."""
     is_half = itemsize <= 2
-    found = (_BACKWARD_HALF if is_half else _BACKWARD) if backward else _FORWARD_HALF if is_half else _FORWARD
-    return replace(found, registers=_FEW_REGISTERS) if terms <= _FEW_TERMS and is_half is not backward else found
+    found = Preference(*MEASURED.preferences[("backward" if backward else "forward") + (", half" if is_half else "")])
+    is_few = terms <= MEASURED.few_terms and is_half is not backward
+    return replace(found, registers=MEASURED.few_registers) if is_few else found
 
 
 def walk(runs: Runs, itemsize: int, multiprocessors: int, wanted: Preference) -> LaunchShape:
@@ -199,13 +231,13 @@ def walk(runs: Runs, itemsize: int, multiprocessors: int, wanted: Preference) ->
     phases, mode = 1, "flat"
     if runs.outer > 1:
         phases, mode = per_run // math.gcd(per_run, block), "rows"
-        if phases > PHASES_MOST or tiles < PERIODS_LEAST * phases:
+        if phases > MEASURED.phases_most or tiles < MEASURED.periods_least * phases:
             phases, mode = (1, "rows") if block % per_run == 0 else (1, "wrap")
     periods = math.ceil(tiles / phases)
-    most = periods * phases * runs.groups // (PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
+    most = periods * phases * runs.groups // (MEASURED.programs * multiprocessors)
     iterations = min(max(1, most), wanted.iterations)
-    short = math.ceil(iterations / SHORTER) if wanted.tapers else iterations
-    long_chunks = int(periods * LONG_SHARE) // iterations if wanted.tapers else periods // iterations
+    short = math.ceil(iterations / MEASURED.shorter) if wanted.tapers else iterations
+    long_chunks = int(periods * MEASURED.long_share) // iterations if wanted.tapers else periods // iterations
     chunks = long_chunks + math.ceil((periods - long_chunks * iterations) / short)
     return LaunchShape(vector, block, wanted.num_warps, mode, phases, iterations, short, long_chunks, chunks, total, per_run)
 
@@ -257,35 +289,6 @@ def walk_rows(rows: int, channels: int, multiprocessors: int, backward: bool) ->
 
 # ---- a linear layer and the function after it: in one kernel or in two -----------------------------
 
-
-class Measured(NamedTuple):
-    """Figures of the two forms of a linear layer and its function, measured on one GPU: `measured.json` has them.
-
-    Attributes:
-        half: share of the GPU's rate that torch's products of half types reach.
-        fused_half: the same of the fused kernel's main loop, of torch's.
-        fused_tf32: share of its rate that the loop reaches in three passes of TF32.
-        instructions: for a value of P / Q of degrees (5, 4).
-        exposed: share of their time that the other program's products do not hide.
-        separate: share of the bandwidth that the function's own kernel reaches.
-        calls: seconds of torch's linear and of a cached call of `rational`, in Python and the driver.
-        call: seconds of the fused kernel's call, which makes its descriptors anew. On an H100's host the layers of KAT-T and KAT-S, whose
-            kernels take 117 and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
-        gain: at most this share of the time, else it is not worth a kernel of one's own.
-    """
-
-    half: float
-    fused_half: float
-    fused_tf32: float
-    instructions: float
-    exposed: float
-    separate: float
-    calls: float
-    call: float
-    gain: float
-
-
-MEASURED: Final = Measured(**json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["H100"])
 
 # Two programs share a multiprocessor: one multiplies while the other evaluates the function. Compiled, they take 104 KiB and 128
 # registers a thread each, also where two results are stored, which take turns in one piece of shared memory.

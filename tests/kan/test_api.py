@@ -49,8 +49,7 @@ def assert_gradients(actual: list[Tensor], expected: list[Tensor], dtype: torch.
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every product for a large one: degree 0 apart, operands transposed."""
-    monkeypatch.setattr(plan, "LARGE_PRODUCTS", 1)
-    monkeypatch.setattr(plan, "LARGE_ROWS", 1)
+    monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(large_products=1, large_rows=1))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -311,8 +310,7 @@ def test_against_float64(
     gpu = replace(ADA, multiprocessors=3, has_approximations=False)
     monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
     if is_large:
-        monkeypatch.setattr(plan, "LARGE_PRODUCTS", 1)
-        monkeypatch.setattr(plan, "LARGE_ROWS", 1)
+        monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(large_products=1, large_rows=1))
     x, c, dy = problem(50, 36, 70, 3, dtype, device, generator)
     layer = config_of("chebyshev", 3)
     dx, dc, _ = gradients_of(dy, x, c, layer, "highest", (True, True, True))

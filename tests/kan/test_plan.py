@@ -43,7 +43,7 @@ def test_splits_cover_the_reduction(name: str) -> None:
             assert block & (block - 1) == 0
         assert tile.degrees in (1, 2, 4, 8)
         assert sizes.terms % tile.groups == 0
-        assert tile.splits * tile.groups <= plan.MOST_SPLITS
+        assert tile.splits * tile.groups <= plan.MEASURED.most_splits
         assert tile.groups == 1 or name == "forward"
 
 

@@ -43,11 +43,10 @@ def gradients(p: Problem, need_x: bool = True, need_coefficients: bool = True) -
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Problem, dict[str, object]]:
     """A problem whose walk is that of the name, for both passes."""
     shape, groups, warps, vectors, iterations, mode, masked = WALKS[request.param]
-    if request.param == "wrap":
-        monkeypatch.setattr(tuning, "PHASES_MOST", 0)
+    phases = 0 if request.param == "wrap" else tuning.MEASURED.phases_most
+    monkeypatch.setattr(tuning, "MEASURED", tuning.MEASURED._replace(phases_most=phases, programs=1))
     p = problem(shape, groups)
     preference = Preference(vectors, warps, iterations, tapers=True)
-    monkeypatch.setattr(tuning, "PROGRAMS_PER_MULTIPROCESSOR", 1)
     monkeypatch.setattr(launches, "preference", lambda backward, itemsize, terms: preference)
     runs = tuning.find_runs(p.x.shape, [p.x.stride()], groups)
     assert runs is not None
