@@ -303,9 +303,9 @@ class Pipelined(NamedTuple):
     flush: int  # steps between two additions to the float32 sum; 0: one at the end
     degrees: int
     programs: int
+    work_items: int  # tiles of all splits, or parts of the work, that programs take one after the other
     splits: int = 1  # of the forward reduction
     blocks: int = 0  # of each split
-    work_items: int = 0  # tiles of all splits, or parts of the work, that programs take one after the other
     registers: tuple[int, int] = _REGISTERS  # of a thread that holds sums; of one that makes values
 
 
@@ -325,9 +325,12 @@ def _widths(sizes: Sizes) -> tuple[int, ...]:
     return (WIDEST // 2,) if sizes.passes == 3 else (WIDEST, WIDEST // 2)
 
 
-def _stages(width: int, block_k: int, sizes: Sizes) -> int:
-    """How many steps' operands a ring holds."""
-    return _RING // ((BLOCK_M + width) * block_k * sizes.itemsize * (2 if sizes.passes == 3 else 1))
+def _pipelined(block_n: int, block_k: int, degrees: int, work_items: int, sizes: Sizes, **others: Any) -> Pipelined:
+    """The launch with as many steps' operands in the ring as it holds, and a program for each multiprocessor at most."""
+    is_split = sizes.passes == 3
+    stages = _RING // ((BLOCK_M + degrees * block_n) * block_k * sizes.itemsize * (2 if is_split else 1))
+    flush = FLUSH_TERMS // block_k if is_split else 0
+    return Pipelined(block_n, block_k, stages, flush, degrees, min(work_items, sizes.gpu.multiprocessors), work_items, **others)
 
 
 def pipelined_forward(sizes: Sizes) -> Pipelined:
@@ -348,9 +351,7 @@ def pipelined_forward(sizes: Sizes) -> Pipelined:
     each = -(-blocks // splits)
     splits = -(-blocks // each)
     work_items = _pipelined_tiles(sizes.rows, sizes.num_out, width) * splits
-    flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
-    programs = min(work_items, sizes.gpu.multiprocessors)
-    return Pipelined(width, block_k, _stages(width, block_k, sizes), flush, 1, programs, splits, each, work_items, _REGISTERS)
+    return _pipelined(width, block_k, 1, work_items, sizes, splits=splits, blocks=each)
 
 
 def _degrees(sizes: Sizes) -> tuple[int, ...]:
@@ -372,17 +373,12 @@ def segments_of(tiles: int, blocks: int, parts: int) -> int:
     return max(owner((tile + 1) * blocks - 1) - owner(tile * blocks) + 1 for tile in range(tiles))
 
 
-class _StreamK(NamedTuple):
-    """Tiles of some degrees side by side, whose sums are shared out to parts (stream-k)."""
+def _stream_k(
+    degrees: int, tiles: int, units: int, block_k: int, results: int, speed: float, sizes: Sizes, **others: Any
+) -> tuple[float, int, Pipelined]:
+    """(seconds, degrees, the launch) of tiles whose sums are shared out to the parts that take least time (stream-k).
 
-    seconds: float
-    degrees: int
-    width: int
-    parts: int
-
-
-def _stream_k(degrees: int, tiles: int, units: int, block_k: int, results: int, speed: float, sizes: Sizes) -> _StreamK:
-    """The parts that take least time: their busiest multiprocessor's steps, and the traffic of partial sums.
+    That is their busiest multiprocessor's steps, and the traffic of partial sums.
 
     Args:
         degrees: side by side.
@@ -392,6 +388,7 @@ def _stream_k(degrees: int, tiles: int, units: int, block_k: int, results: int, 
         results: elements.
         speed: of a step, beside the best one's.
         sizes: of the layer.
+        **others: of the launch.
     """
     gpu = sizes.gpu
     width = _widths(sizes)[0]
@@ -408,14 +405,7 @@ def _stream_k(degrees: int, tiles: int, units: int, block_k: int, results: int, 
     if gpu.multiprocessors <= tiles * min(MEASURED.most_segments - 1, units):
         choices.append(gpu.multiprocessors)
     parts = min(choices, key=seconds)
-    return _StreamK(seconds(parts), degrees, width // degrees, parts)
-
-
-def _pipelined(stream_k: _StreamK, block_k: int, registers: tuple[int, int], sizes: Sizes) -> Pipelined:
-    flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
-    programs = min(stream_k.parts, sizes.gpu.multiprocessors)
-    stages = _stages(stream_k.degrees * stream_k.width, block_k, sizes)
-    return Pipelined(stream_k.width, block_k, stages, flush, stream_k.degrees, programs, work_items=stream_k.parts, registers=registers)
+    return seconds(parts), degrees, _pipelined(width // degrees, block_k, degrees, parts, sizes, **others)
 
 
 def pipelined_input_gradient(sizes: Sizes) -> Pipelined | None:
@@ -423,22 +413,21 @@ def pipelined_input_gradient(sizes: Sizes) -> Pipelined | None:
     if sizes.passes != 3:
         return None
     block_k = 32
-
-    def stream_k(degrees: int) -> _StreamK:
+    found = []
+    for degrees in _degrees(sizes)[:-1]:
         tiles = _pipelined_tiles(sizes.rows, sizes.num_in, WIDEST // 2 // degrees)
         units = -(-sizes.terms // degrees) * -(-sizes.num_out // block_k)
-        return _stream_k(degrees, tiles, units, block_k, sizes.rows * sizes.num_in, MEASURED.summed_up[str(degrees)], sizes)
-
-    return _pipelined(min([stream_k(d) for d in _degrees(sizes) if d > 1]), block_k, _REGISTERS_OF_DX, sizes)
+        given = degrees, tiles, units, block_k, sizes.rows * sizes.num_in, MEASURED.summed_up[str(degrees)], sizes
+        found.append(_stream_k(*given, registers=_REGISTERS_OF_DX))
+    return min(found)[-1]
 
 
 def pipelined_coefficient_gradient(sizes: Sizes) -> Pipelined:
     """Of dC, tiles [num_out, (degree, num_in)], reduced over rows."""
     block_k = 128 // sizes.itemsize
-
-    def stream_k(degrees: int) -> _StreamK:
+    units, results = -(-sizes.rows // block_k), sizes.terms * sizes.num_in * sizes.num_out
+    found = []
+    for degrees in _degrees(sizes):
         tiles = _pipelined_tiles(sizes.num_out, sizes.num_in, _widths(sizes)[0] // degrees) * -(-sizes.terms // degrees)
-        results = sizes.terms * sizes.num_in * sizes.num_out
-        return _stream_k(degrees, tiles, -(-sizes.rows // block_k), block_k, results, MEASURED.remade[str(degrees)], sizes)
-
-    return _pipelined(min([stream_k(degrees) for degrees in _degrees(sizes)]), block_k, _REGISTERS, sizes)
+        found.append(_stream_k(degrees, tiles, units, block_k, results, MEASURED.remade[str(degrees)], sizes))
+    return min(found)[-1]
