@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -14,7 +14,7 @@ from fastkron_py.rational.denominators.registry import Denominator, find_denomin
 from fastkron_py.rational.kernels.elementwise import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
 from fastkron_py.rational.kernels.function import epilogue_rational, value_rational
 from fastkron_py.rational.kernels.layer_norm import _columns_kernel, _layer_norm_rational_bwd_kernel, _layer_norm_rational_fwd_kernel
-from fastkron_py.rational.plan import VECTOR_BYTES, LaunchShape, RowWalk, Runs, linear_tile, preference, walk, walk_rows
+from fastkron_py.rational.plan import MEASURED, VECTOR_BYTES, LaunchShape, RowWalk, Runs, linear_tile, preference, walk, walk_rows
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
@@ -23,8 +23,6 @@ from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.gemm import epilogue_plain
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
 from fastkron_py.tiling.gemm_launch import Gemm, add_gemm, add_rowwise, takes_descriptor
-
-SUM_BLOCK: Final = 4096  # partial sums that a program of the second stage loads at once: few waits for memory
 
 
 def is_approximate(dtype: torch.dtype, device: torch.device) -> bool:
@@ -152,15 +150,11 @@ def add_gradients(
     sums = [build.empty(c.shape, c.dtype) for c in (a, b)] if need_coefficients else []
     build.launch(Launcher([LaunchConfig(_rational_bwd_kernel, (programs,), arguments)]), (x, dy, a, b, dx, partial))
     if need_coefficients:
-        function.add_sums(build, partial, sums, count, SUM_BLOCK, 8)
+        function.add_sums(build, partial, sums, count, MEASURED.sum_block, 8)
     return [dx] * need_x + sums
 
 
 # ---- layer normalisation ---------------------------------------------------------------------------
-
-_COLUMN_BLOCK: Final = 64
-_PROGRAM_BLOCK: Final = 32
-_GROUP_BLOCK: Final = 1024
 
 
 def _rows_walked(function: Function, x: Tensor, backward: bool) -> tuple[RowWalk, dict[str, Any]]:
@@ -215,10 +209,16 @@ def add_layer_norm_gradients(build: Builder, dy: Tensor, tensors: Sequence[Tenso
     arguments |= {"B_FIRST": function.denominator.first, "HAS_POLES": function.denominator.has_poles}
     first = LaunchConfig(_layer_norm_rational_bwd_kernel, (programs,), arguments)
     build.launch(Launcher([first]), (x, dy, *kept, weight, bias, a, b, dx, partial))
-    sizes = {"programs": programs, "CHANNELS": channels, "BLOCK_P": _PROGRAM_BLOCK, "BLOCK_C": _COLUMN_BLOCK, "num_warps": 4}
-    columns = LaunchConfig(_columns_kernel, ((2 + terms) * -(-channels // _COLUMN_BLOCK),), sizes)
+    sizes = {
+        "programs": programs,
+        "CHANNELS": channels,
+        "BLOCK_P": MEASURED.program_block,
+        "BLOCK_C": MEASURED.column_block,
+        "num_warps": 4,
+    }
+    columns = LaunchConfig(_columns_kernel, ((2 + terms) * -(-channels // MEASURED.column_block),), sizes)
     build.launch(Launcher([columns]), (partial, dweight, dbias, of_columns))
-    function.add_sums(build, of_columns, sums, channels, _GROUP_BLOCK, 4)
+    function.add_sums(build, of_columns, sums, channels, MEASURED.group_block, 4)
     return results
 
 

@@ -30,6 +30,10 @@ class Measured(NamedTuple):
             are added one after the other, and their errors with them, so programs are not long.
         few_terms: coefficients in a group at most, with which fewer registers are enough than the compiler takes by itself.
         few_registers: these.
+        sum_block: partial sums that a program of the second stage loads at once: few waits for memory.
+        group_block: the same behind a layer normalisation, whose sums are one for each column.
+        program_block: programs whose sums of some columns are added at once.
+        column_block: these columns.
         half: share of the GPU's rate that torch's products of half types reach.
         fused_half: the same of the fused kernel's main loop, of torch's.
         fused_tf32: share of its rate that the loop reaches in three passes of TF32.
@@ -50,6 +54,10 @@ class Measured(NamedTuple):
     preferences: dict[str, list[Any]]
     few_terms: int
     few_registers: int
+    sum_block: int
+    group_block: int
+    program_block: int
+    column_block: int
     half: float
     fused_half: float
     fused_tf32: float
