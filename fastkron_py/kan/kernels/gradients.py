@@ -14,7 +14,7 @@ import triton.language as tl
 from fastkron_py.kan.kernels.basis import FIRST_AT, TERMS_AT, basis_value, begin_basis, next_degree, skip_first
 from fastkron_py.kan.kernels.forward import skip_degrees
 from fastkron_py.tiling.gemm import load_tile, store_tile
-from fastkron_py.tiling.products import known, product, tile_of
+from fastkron_py.tiling.products import appended, known, product, tile_of
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def _dcoef_tile(
     none = split * 0
     sums = ()
     for _ in tl.static_range(DEGREES):
-        sums = sums + (tl.zeros((BLOCK_M, BLOCK_N), ACC),)  # noqa: RUF005 (Triton has no star in a tuple)
+        sums = appended(sums, tl.zeros((BLOCK_M, BLOCK_N), ACC))
     for begin in range(first, last, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         at = k.to(tl.int64)
@@ -203,7 +203,7 @@ def _dcoef_tile(
         for u in tl.static_range(DEGREES):
             # Beyond the last degree a table has nothing to read, and the last stands in.
             a = basis_value(state, tl.minimum(first_degree + u, TERMS - 1), table_ptr, BASIS)
-            added = added + (product(a.to(COMPUTE), g, low, sums[u], PRECISION, True),)  # noqa: RUF005
+            added = appended(added, product(a.to(COMPUTE), g, low, sums[u], PRECISION, True))
             state = next_degree(state, first_degree + u, BASIS)
         sums = added
     for u in tl.static_range(DEGREES):
