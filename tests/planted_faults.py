@@ -261,7 +261,7 @@ FAULTS = [
         ("tests/kan/test_bases.py",),
     ),
     Fault(
-        "fastkron_py/kan/triton_backend.py",
+        "fastkron_py/kan/launches.py",
         "bias = None if bias is None else build.contiguous(bias)",
         "pass",
         ("tests/contracts -k 'kan or KAN'", "tests/kan/test_api.py"),

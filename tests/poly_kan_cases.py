@@ -122,19 +122,19 @@ def config_of(basis: str, degree: int, normalization: str = "tanh", table_size: 
 
 def forward(x: Tensor, c: Tensor, bias: Tensor | None, layer: LayerConfig, precision: str) -> Tensor:
     """y by a program that is built anew."""
-    from fastkron_py.kan import triton_backend
+    from fastkron_py.kan import launches
 
     build = Builder((x, c, bias))
-    y = triton_backend.add_forward(build, tuple(build.inputs), layer, precision)
+    y = launches.add_forward(build, tuple(build.inputs), layer, precision)
     return build.program([y])([t for t in (x, c, bias) if t is not None])[0]
 
 
 def gradients_of(dy: Tensor, x: Tensor, c: Tensor, layer: LayerConfig, precision: str, needs: tuple[bool, bool, bool]) -> list[Tensor]:
     """Those of dx, dC and db that are needed, by a program that is built anew."""
-    from fastkron_py.kan import triton_backend
+    from fastkron_py.kan import launches
 
     build = Builder((dy, x, c))
-    found = triton_backend.add_gradients(build, tuple(build.inputs), needs, layer, precision)
+    found = launches.add_gradients(build, tuple(build.inputs), needs, layer, precision)
     return build.program(found)((dy, x, c))
 
 

@@ -18,8 +18,7 @@ from fastkron_py.runtime.program import remade, template_of
 
 def pipelined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every product is large, on a device with Hopper's kernels and few multiprocessors; the names of those that are launched."""
-    monkeypatch.setattr(plan, "LARGE_PRODUCTS", 1)
-    monkeypatch.setattr(plan, "LARGE_ROWS", 1)
+    monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(large_products=1, large_rows=1))
     gpu = replace(INTERPRETER, multiprocessors=3)
     monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(launches, "has_pipelined", lambda device, dtype: dtype != torch.float64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.conditions import kernels_need_cuda
 from benchmarks.kan.problems import Problem
 from benchmarks.registry import Call, Contender
-from fastkron_py.kan.plan import Sizes, Split, Tile
+from fastkron_py.kan.plan import Sizes, Tile
 
 TABLE_SIZE = 4096
 TABLE_TOLERANCE = 1.5e-2
@@ -18,25 +18,25 @@ TABLE_TOLERANCE = 1.5e-2
 
 def _held(problem: Problem, tile: Tile, split: bool, table: bool, reordered: bool) -> Call:
     """A forward pass with this tile; not reordered: coefficients are given as [in, out, degree + 1] and are copied by every call."""
+    from fastkron_py.kan import launches
     from fastkron_py.kan import plan as tuning
-    from fastkron_py.kan import triton_backend
     from fastkron_py.runtime.builder import Builder
 
-    def choose(sizes: Sizes) -> tuple[Tile, Split]:
+    def choose(sizes: Sizes) -> Tile:
         if not split:
-            return tile, Split(1, -(-sizes.num_in // tile.block_k))
+            return tile.shared_out(1, sizes.num_in)
         programs = tuning._tiles(tile, sizes.rows, sizes.num_out)
-        return tile, tuning._split(tile, programs, sizes.num_in, sizes.terms, sizes, each=2)
+        return tuning._split(tile, programs, sizes.num_in, sizes.terms, sizes, each=2)
 
     layer = problem.layer._replace(table_size=TABLE_SIZE if table else 0)
     x, c = problem.x.detach(), problem.coefficients.detach()
-    chosen, large = tuning.forward, tuning.LARGE_PRODUCTS
-    tuning.forward, tuning.LARGE_PRODUCTS = choose, sys.maxsize  # type: ignore[misc]
+    chosen, measured = tuning.forward, tuning.MEASURED
+    tuning.forward, tuning.MEASURED = choose, measured._replace(large_products=sys.maxsize)  # type: ignore[misc]
     try:
         build = Builder((x, c, None))
-        program = build.program([triton_backend.add_forward(build, tuple(build.inputs), layer, problem.precision)])
+        program = build.program([launches.add_forward(build, tuple(build.inputs), layer, problem.precision)])
     finally:
-        tuning.forward, tuning.LARGE_PRODUCTS = chosen, large  # type: ignore[misc]
+        tuning.forward, tuning.MEASURED = chosen, measured  # type: ignore[misc]
     given: Any = c if reordered else c.permute(2, 1, 0).contiguous()
 
     def call() -> Tensor:

@@ -1,10 +1,9 @@
-"""A rational function between two linear layers, at KAT's sizes: `linear_rational`, the first layer and it, `rational_linear_backward`, its
-derivatives and the second."""
+"""A linear layer and the rational function after it, at KAT's sizes: `linear_rational`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.nn.functional import gelu, linear
 import fastkron_py
 from benchmarks.registry import Benchmark, Call, Case, Contender, register
 from fastkron_py import reference
-from fastkron_py.rational import torch_backend
 
 CHECKED_ROWS = 1024
 GROUPS = 8
@@ -107,63 +105,6 @@ def _linear(problem: LayerProblem) -> Call:
     return lambda: linear(problem.x, problem.weight, problem.bias)
 
 
-# ---- backward ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BackwardProblem:
-    """dy ``[M, K]``, of the second layer's result, its weight ``[K, 4 K]``, and the function's argument z ``[M, 4 K]``."""
-
-    dy: Tensor
-    weight: Tensor
-    z: Tensor
-    a: Tensor
-    b: Tensor
-
-    @cached_property
-    def expected(self) -> list[Tensor]:
-        """[dz on the checked rows, da, db], in float64."""
-        step = max(1, len(self.z) // CHECKED_ROWS)
-        a, b, weight = self.a.double(), self.b.double(), self.weight.double()
-
-        def of(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            leaves = [t.double().requires_grad_() for t in (z, a, b)]
-            dz, da, db = torch.autograd.grad(torch_backend.evaluate(*leaves, "B", torch.float64), leaves, dy.double() @ weight)
-            return dz, da, db
-
-        dz = of(self.dy[::step], self.z[::step])[0]
-        parts = [of(dy, z)[1:] for dy, z in zip(self.dy.split(CHECKED_ROWS), self.z.split(CHECKED_ROWS), strict=True)]
-        return [dz, *(torch.stack(list(p)).sum(0) for p in zip(*parts, strict=True))]
-
-
-def inputs_backward(parameters: Mapping[str, Any], device: torch.device) -> BackwardProblem:
-    """Those of the first layer, whose weight is the second's transposed, and x for dy."""
-    p = inputs({**parameters, "keep": True}, device)
-    return BackwardProblem(p.x, p.weight.mT.contiguous(), linear(p.x, p.weight, p.bias), p.a, p.b)
-
-
-def check_backward(problem: BackwardProblem, result: Any) -> float:
-    """The largest relative (Frobenius) error of dz, da and db."""
-    dz, da, db = result
-    found = [dz[:: max(1, len(dz) // CHECKED_ROWS)], da, db]
-    return max(float(torch.linalg.norm(f.double() - e) / torch.linalg.norm(e)) for f, e in zip(found, problem.expected, strict=True))
-
-
-def _in_turn(problem: BackwardProblem) -> Call:
-    p = problem
-    return lambda: torch.ops.fastkron.rational_backward(p.dy @ p.weight, p.z, p.a, p.b, True, True, True, "B", p.z.dtype, "")
-
-
-def _in_the_product(problem: BackwardProblem) -> Call:
-    from benchmarks.rational.gradient_kernel import gradients_program
-
-    tensors = (problem.dy, problem.weight, problem.z, problem.a, problem.b)
-    program = gradients_program(*tensors, "B", "highest")
-    return lambda: program(tensors)
-
-
-IN_TURN = Contender("torch product, rational's gradients", _in_turn, is_ours=True)
-IN_THE_PRODUCT = Contender("gradients in the product", _in_the_product)
 ONE_KERNEL = Contender("one kernel", _one_kernel, is_ours=True)
 TWO_KERNELS = Contender("torch linear, rational", _two_kernels)
 GELU = Contender("torch linear, GELU", _gelu, restore=lambda t: Of(gelu, t))
@@ -200,27 +141,6 @@ register(
         notes=(
             "The floor is the time to read x and write the results at 3.0 TB/s on an H100; the product's own is in 'torch linear alone'.",
             "Errors are relative (Frobenius), against float64.",
-        ),
-    )
-)
-
-register(
-    Benchmark(
-        name="rational_linear_backward",
-        description="Gradients of KAT's second layers and of the rational function before them: two kernels beside one.",
-        device="cuda",
-        cases=[
-            replace(case(name, images * 197, width, True, quick=name == "KAT-T"), label=f"{name} {images * 197} x {width} from {4 * width}")
-            for name, (images, width) in MODELS.items()
-        ],
-        contenders=[IN_TURN, IN_THE_PRODUCT],
-        inputs=inputs_backward,
-        check=check_backward,
-        baseline="torch product, rational's gradients",
-        has_floor=True,
-        repeats=True,
-        notes=(
-            "The floor is the time to read dy and z and write dz at 3.0 TB/s on an H100. Errors are relative (Frobenius), against float64.",
         ),
     )
 )

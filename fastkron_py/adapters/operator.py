@@ -21,7 +21,6 @@ from fastkron_py.adapters.composed import add_product
 from fastkron_py.adapters.factor import Factor, Operands
 from fastkron_py.adapters.program import COUNT
 from fastkron_py.runtime.backend import requested_backend
-from fastkron_py.runtime.batching import vmap_by_sample
 from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.operator import DY, GradientCall, Operator, Saved
@@ -49,11 +48,6 @@ def _in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> Tensor:
         return add_product(x, Factor(left1, right1), Factor(left2, right2), base, scale, precision, backend)
 
 
-def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
-    found: tuple[Tensor, int] = vmap_by_sample(lokr_linear.registered, size, dims, tensors, options)
-    return found
-
-
 def _product_in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> Tensor:
     scale, *rest = options
     return _in_torch((*tensors, None), (scale, 0.0, *rest))
@@ -65,7 +59,7 @@ lokr_linear = Operator(
     saving=partial(program.forward, saves=True),
     fake=_fake,
     gradient_call=_gradient_call,
-    vmap=_vmap,
+    vmap="samples",
     in_torch=_in_torch,
     unsaved=(-1,),
     scalars=(0, 1),

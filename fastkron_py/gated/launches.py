@@ -35,16 +35,17 @@ class Gated(NamedTuple):
     def gemm(self, epilogue: Any, dtype: torch.dtype, device: torch.device) -> Gemm:
         """The main loop's parameters with one of the epilogues, for results of this dtype."""
         found = find_activation(self.activation)
-        value, slope = found.device_functions(dtype.itemsize == 2 and devices.gpu_of(device).has_approximations)
+        quick = dtype.itemsize == 2 and devices.gpu_of(device).has_approximations
+        value, slope = found.device_functions(quick)
         # Both sums of a pair stand in two halves of a tile, and a thread has neighbours of both to store.
         light = epilogue is epilogue_gate and found.allows_overlap
-        return Gemm(epilogue, value=value, slope=slope, params=self.params(), pairs="stacked", divisible=True, light=light)
+        return Gemm(epilogue, value=value, slope=slope, params=self.params(quick), pairs="stacked", divisible=True, light=light)
 
-    def params(self) -> tuple[Any, ...]:
-        """PARAMS of the kernels."""
-        found = find_activation(self.activation)
-        interleaved = self.layout == "interleaved"
-        return (interleaved,) if found.up is None else (interleaved, *found.up.device_functions(False), found.constants)
+    def params(self, quick: bool) -> tuple[Any, ...]:
+        """PARAMS of the kernels; quick: with the quick functions."""
+        found, interleaved = find_activation(self.activation), self.layout == "interleaved"
+        constants = (quick and found.quick_constants) or found.constants
+        return (interleaved,) if found.up is None else (interleaved, *found.up.device_functions(quick), constants)
 
     def operands(self, build: Builder, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> tuple[Any, Any, Any]:
         """Weights ``[H, K]`` and bias ``[2, H]`` as the main loop takes them: views, of an interleaved weight each of every other row."""
@@ -107,7 +108,7 @@ def _gradients_launcher(dy: Tensor, gated: Gated, again: bool) -> Launcher:
         "stride_dy": dy.stride(0),
         "VALUE": found.value,
         "SLOPE": found.derivative,
-        "PARAMS": gated.params(),
+        "PARAMS": gated.params(False),
         "GATE": again,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,

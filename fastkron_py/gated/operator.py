@@ -86,10 +86,6 @@ def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Seque
     return vmap_by_sample(gated_linear.registered, size, dims, tensors, options)
 
 
-def _vmap_saving(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    return vmap_by_sample(gated_linear_saving.registered, size, dims, tensors, options)
-
-
 # ---- the operators -----------------------------------------------------------------------------
 
 gated_linear = Operator(
@@ -106,7 +102,7 @@ gated_linear_saving = Operator(
     program=partial(program.forward, saving=True),
     fake=_fake_saving,
     backward=_backward,
-    vmap=_vmap_saving,
+    vmap="samples",
     in_torch=_in_torch,
     kept=1,
     places=lambda tensors: order(*tensors[1:3]),

@@ -1,28 +1,33 @@
-"""Launchers of the polynomial KAN kernels: plain Triton's, and those for Hopper GPUs."""
+"""The launches of polynomial KAN layers: plain Triton's kernels, those for Hopper GPUs, and dx by the linear layers' main loop."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import knobs
 
-from fastkron_py.kan import plan
+from fastkron_py.kan import operands, plan
 from fastkron_py.kan.kernels.forward import _poly_kan_fwd_kernel
-from fastkron_py.kan.kernels.gradients import _poly_kan_gradients_kernel
+from fastkron_py.kan.kernels.gradients import _poly_kan_gradients_kernel, epilogue_input_gradient, fetch_input
 from fastkron_py.kan.kernels.operands import _sum_segments_kernel
 from fastkron_py.kan.layer_config import LayerConfig
-from fastkron_py.kan.plan import GROUP, Pipelined, Sizes, Split, Tile
+from fastkron_py.kan.plan import GROUP, Pipelined, Sizes, Tile
 from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.runtime.program import bits
+from fastkron_py.tiling.gemm import begin_nothing
+from fastkron_py.tiling.gemm_config import GemmTile
+from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
 from fastkron_py.tiling.products import _sum_partials_kernel, arithmetic
+from fastkron_py.tiling.torch_products import column_sums
 
 ALIGNED: Final = 16  # elements: more makes no load wider
-_SUM_BLOCK: Final = 256
-_ONE: Final = bits(1.0)
 
 
 class Problem(NamedTuple):
@@ -33,16 +38,10 @@ class Problem(NamedTuple):
     num_out: int
     stride_x: int
     stride_g: int  # of dy; 0 in the forward pass
-    has_bias: bool
     layer: LayerConfig
     precision: str
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype of sums."""
-        return wide_dtype(self.dtype)
 
     @property
     def is_split(self) -> bool:
@@ -52,239 +51,206 @@ class Problem(NamedTuple):
     @property
     def is_large(self) -> bool:
         """Whether operands are prepared."""
-        return plan.is_large(self.sizes())
+        return plan.is_large(self.sizes(0))
 
-    def sizes(self) -> Sizes:
-        """The sizes that the closed form chooses by."""
+    @property
+    def dot_precision(self) -> str:
+        """The precision of plain Triton's products, as `product` takes it: "split" and "cut" of prepared operands."""
+        found = arithmetic(self.dtype, self.precision, True).precision
+        return {"tf32x3": "split", "tf32": "cut"}.get(found, found) if self.is_large else found
+
+    @property
+    def normalizer(self) -> tuple[Any, Any]:
+        """Value and derivative, of float32 sums by the device's own exponential and reciprocal."""
+        quick = self.dtype != torch.float64 and devices.gpu_of(self.device).has_approximations
+        return self.layer.normalizer.device_functions(quick)
+
+    def sizes(self, first: int) -> Sizes:
+        """The sizes that the closed form chooses by, of products that begin with this degree."""
         passes = 3 if self.is_split else 1
-        return Sizes(self.rows, self.num_in, self.num_out, self.layer.terms, self.dtype.itemsize, passes, devices.gpu_of(self.device))
+        gpu = devices.gpu_of(self.device)
+        return Sizes(self.rows, self.num_in, self.num_out, self.layer.terms - first, self.dtype.itemsize, passes, gpu)
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that all kernels take."""
+        return {
+            "rows": self.rows,
+            "num_in": self.num_in,
+            "num_out": self.num_out,
+            "stride_xm": self.stride_x,
+            "TERMS": self.layer.terms,
+            "PARAMS": self.layer.constants,
+            "NORM": self.normalizer[0],
+            "ALIGN_IN": math.gcd(self.num_in, self.stride_x, ALIGNED),
+        }
+
+    def prologue(self, derivative: bool, suffix: str = "") -> dict[str, Any]:
+        """The basis's values or derivatives as arguments of a kernel."""
+        names = [name + suffix for name in ("START", "STEP", "VALUE")]
+        return dict(zip(names, self.layer.prologue(derivative), strict=True))
 
 
-class Stored(NamedTuple):
-    """Where a kernel stores a result, and the second stage that adds up partial sums.
+class _Call(NamedTuple):
+    """A pass of a layer on matrices whose rows are runs of memory; table as of `_table`."""
+
+    build: Builder
+    problem: Problem
+    x: Tensor
+    coefficients: Tensor
+    table: Tensor
+    dy: Any = None
+
+
+def add_forward(build: Builder, given: tuple[Any, ...], layer: LayerConfig, precision: str) -> Tensor:
+    """``y [M, O]``.
+
+    Args:
+        build: of the program.
+        given: ``x [..., I]``, M rows; coefficients ``[terms, O, I]``; bias ``[O]`` or None; none of them empty.
+        layer: the other arguments.
+        precision: "highest" or "high".
+    """
+    x, coefficients, bias = given
+    x, coefficients = operands.matrix(build, x), build.contiguous(coefficients)
+    bias = None if bias is None else build.contiguous(bias)
+    problem = _problem(build, x, coefficients, None, layer, precision)
+    pipelined = takes_pipelined(problem, False)
+    if layer.first and (pipelined or problem.is_large):  # degree 0 is a bias
+        bias = operands.constant(build, coefficients, bias, wide_dtype(x.dtype))
+    with_low = problem.is_split if pipelined else problem.dot_precision == "split"
+    coefficients, low = operands.halves(build, coefficients, with_low, pipelined)
+    y = build.empty((problem.rows, problem.num_out), x.dtype)
+    add = _add_pipelined_forward if pipelined else _add_plain_forward
+    add(_Call(build, problem, x, coefficients, _table(build, x, layer)), low, bias, y)
+    return y
+
+
+def add_gradients(
+    build: Builder, given: tuple[Any, ...], needs: tuple[bool, bool, bool], layer: LayerConfig, precision: str
+) -> list[Tensor]:
+    """[``dx [M, I]``] + [``dC [terms, O, I]``] + [``db [O]``], those that are needed; dx and dC of a small layer in one launch.
+
+    Args:
+        build: of the program.
+        given: ``dy [..., O]``, ``x [..., I]``, coefficients ``[terms, O, I]``.
+        needs: dx, dC and db.
+        layer: the other arguments.
+        precision: "highest" or "high".
+    """
+    dy, x, coefficients = given
+    dy = operands.matrix(build, dy)
+    found = []
+    if needs[0] or needs[1]:
+        x, coefficients = operands.matrix(build, x), build.contiguous(coefficients)
+        problem = _problem(build, x, coefficients, dy, layer, precision)
+        call = _Call(build, problem, x, coefficients, _table(build, x, layer), dy)
+        pipelined = takes_pipelined(problem, True)
+        if needs[0] and needs[1] and not pipelined and not problem.is_large:
+            found = _add_both_gradients(call)
+        else:
+            found = [_add_input_gradient(call, pipelined)] if needs[0] else []
+            found += [_add_coefficient_gradient(call, pipelined)] if needs[1] else []
+    if needs[2]:
+        found.append(build.call(column_sums, (dy,), describe(dy.shape[1:], dy.dtype)))
+    return found
+
+
+def _add_both_gradients(call: _Call) -> list[Tensor]:
+    coefficients = operands.aligned(call.build, call.coefficients)
+    dx, dcoef = (call.build.empty(t.shape, t.dtype) for t in (call.x, coefficients))
+    _add_plain_gradients(call, (call.dy, call.dy), (coefficients, coefficients), dx, dcoef)
+    return [dx, dcoef]
+
+
+def _add_input_gradient(call: _Call, pipelined: bool) -> Tensor:
+    build, problem, coefficients = call.build, call.problem, call.coefficients
+    by_gemm = gemm_choice(problem)
+    if by_gemm is not None:
+        return _add_input_gradient_by_gemm(call, by_gemm)
+    choice = plan.pipelined_input_gradient(problem.sizes(problem.layer.first)) if pipelined else None
+    if choice is not None:
+        pair = operands.transposed(build, coefficients, problem.is_split, not problem.is_split, True, problem.layer.first)
+        dx = build.empty(call.x.shape, call.x.dtype)
+        dys = operands.halves(build, build.contiguous(call.dy), problem.is_split, True)
+        _add_pipelined_input_gradient(call, choice, dys, pair, dx)
+        return dx
+    if problem.is_large and problem.dtype == torch.float32:
+        precision = problem.dot_precision
+        pair = operands.transposed(build, coefficients, precision == "split", precision == "cut", False, 0)
+    else:
+        pair = (operands.aligned(build, coefficients),) * 2
+    dx = build.empty(call.x.shape, call.x.dtype)
+    _add_plain_gradients(call, (call.dy, call.dy), pair, dx, None)
+    return dx
+
+
+def _add_coefficient_gradient(call: _Call, pipelined: bool) -> Tensor:
+    build, problem = call.build, call.problem
+    dcoef = build.empty(call.coefficients.shape, call.x.dtype)
+    dys = call.dy, call.dy
+    if problem.dtype == torch.float32 and (pipelined or problem.is_large):
+        precision = problem.dot_precision
+        with_low, rounds = (problem.is_split, not problem.is_split) if pipelined else (precision == "split", precision == "cut")
+        dys = operands.transposed(build, call.dy[None], with_low, rounds, True, 0)
+    if pipelined:
+        _add_pipelined_coefficient_gradient(call, dys, dcoef)
+    else:
+        _add_plain_gradients(call, dys, (call.x, call.x), None, dcoef)
+    if problem.layer.first and (pipelined or problem.is_large):
+        operands.store_column_sums(build, call.dy, dcoef)
+    return dcoef
+
+
+def _problem(build: Builder, x: Tensor, coefficients: Tensor, dy: Tensor | None, layer: LayerConfig, precision: str) -> Problem:
+    rows, num_in = x.shape
+    stride_g = 0 if dy is None else dy.stride(0)
+    return Problem(rows, num_in, coefficients.shape[1], x.stride(0), stride_g, layer, precision, x.dtype, build.device)
+
+
+def _table(build: Builder, x: Tensor, layer: LayerConfig) -> Tensor:
+    """The samples that the kernels' basis reads; of the recurrence none, for which x stands in."""
+    if not layer.table_size:
+        return x
+    dtype, device = x.dtype, build.device
+    table: Tensor = build.call(lambda: layer.table(dtype, device), (), describe((layer.terms, layer.table_size), wide_dtype(dtype)))
+    return table
+
+
+# ---- launches, and the second stage of their sums --------------------------------------------------
+
+_SUM_BLOCK: Final = 256
+_SUM_ROWS: Final = 32
+
+
+class _Stored(NamedTuple):
+    """How a kernel stores a result: whole, or as partial sums that a second launch adds.
 
     Attributes:
-        partial: shape of the partial sums; None for the result itself.
-        launcher: of the second stage, on partial sums and the result.
-        scalars: of its launch.
+        parts: of the sums; 1 for the result itself.
+        second: the launch that adds them.
+        scalars: of that launch.
     """
 
-    partial: tuple[int, ...] | None = None
-    launcher: Launcher | None = None
+    parts: int = 1
+    second: LaunchConfig | None = None
     scalars: tuple[int, ...] = ()
 
 
-def stored(splits: int, shape: tuple[int, ...]) -> Stored:
+def _in_splits(splits: int, out: Tensor) -> _Stored:
     """The result, or partial sums ``[splits, ...]`` that are added in order."""
     if splits == 1:
-        return Stored()
-    size = math.prod(shape)
+        return _Stored()
+    size = out.numel()
     # stride_b is of a batch of sums; there is one here.
     strides = {"stride_b": 0, "stride_r": size}
     arguments = {**strides, "programs": splits, "SIZE": size, "BLOCK_R": 4, "BLOCK": _SUM_BLOCK, "COLUMNS": 0, "num_warps": 4}
-    return Stored((splits, *shape), Launcher([LaunchConfig(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments)]), (_ONE,))
+    return _Stored(splits, LaunchConfig(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments), (bits(1.0),))
 
 
-class Boxes(NamedTuple):
-    """Block shape of a TMA descriptor of matrices; beyond the first columns there is nothing."""
-
-    shape: list[int]
-    columns: int
-    layout: Any
-
-    def describe(self, t: Tensor) -> Any:
-        """The descriptor of a matrix whose rows begin on boundaries of 16 bytes, or of contiguous matrices, one below the other."""
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        t = t.view(-1, t.shape[-1])[:, : self.columns]
-        return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], self.shape, self.layout)
-
-
-class Product(NamedTuple):
-    """The launch of one of a layer's products, or of both gradients, and the operands it wants.
-
-    Attributes:
-        launcher: on the operands, then the results or their partial sums.
-        first: degree in the product; that before is added apart.
-        transposed: whether an operand runs along the reduction: TF32 in shared memory has to, 16-bit types need not.
-        with_low: whether its low halves are operands too.
-        rounds: whether TF32, which cuts, is given numbers that cutting rounds.
-        results: how each of the results is stored.
-        pipelined: whether the kernel is one for Hopper GPUs.
-        boxes: of the operand with its low halves, where descriptors of these are given; of dx's two, the coefficients.
-        boxes_of_dy: of dx's other one.
-    """
-
-    launcher: Launcher
-    first: int
-    transposed: bool
-    with_low: bool
-    rounds: bool
-    results: tuple[Stored, ...]
-    pipelined: bool = False
-    boxes: Boxes | None = None
-    boxes_of_dy: Boxes | None = None
-
-
-def whole_vectors(count: int) -> int:
-    """The least number from count on of float32 numbers that are vectors of 16 bytes."""
-    return -(-count // 4) * 4
-
-
-# ---- the kernels for Hopper GPUs -------------------------------------------------------------------
-
-_PASSES: Final = (("forward", "fwd"), ("dx", "dx"), ("dcoef", "dcoef"))  # modules and kernels
-
-
-def pipelined_kernels() -> Any:
-    """(forward, dx, dC) of polynomial KAN layers, or None where this Triton cannot compile them."""
-    modules = "kan.kernels.hopper"
-    kernels = [devices.gluon_kernel(f"{modules}.{module}", f"_poly_kan_pipelined_{name}_kernel") for module, name in _PASSES]
-    return None if any([kernel is None for kernel in kernels]) else tuple(kernels)
-
-
-def has_pipelined(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether they can run here."""
-    return dtype != torch.float64 and devices.gpu_of(device).has_wgmma and pipelined_kernels() is not None
-
-
-_SUM_ROWS: Final = 32
-_DOWN: Final = 1 << 16  # rows of tiles in a group: all of them, which is the order in which the second kernel finds their shares
-
-
-def takes_pipelined(problem: Problem, backward: bool) -> bool:
-    """Whether these kernels can do a layer's products on its device, and are better than plain Triton's."""
-    if not problem.layer.found.any_dialect or not has_pipelined(problem.device, problem.dtype):
-        return False
-    # Float32 is prepared, with rows that TMA takes.
-    copies = problem.dtype == torch.float32 or (problem.stride_x % 8 == 0 and problem.stride_g % 8 == 0)
-    return copies and plan.takes_pipelined(problem.sizes(), backward)
-
-
-def _pipelined_sizes(problem: Problem) -> Sizes:
-    """The sizes that the closed form chooses by."""
-    return problem.sizes()._replace(terms=max(1, problem.layer.terms - problem.layer.first))
-
-
-def _precision(problem: Problem) -> str:
-    if problem.dtype != torch.float32:
-        return "half"
-    return "split" if problem.is_split else "cut"
-
-
-def _pipelined_constants(problem: Problem, choice: Pipelined, derivative: bool) -> dict[str, Any]:
-    """The arguments that all three kernels take."""
-    start, step, value = problem.layer.prologue(derivative)
-    return {
-        "rows": problem.rows,
-        "num_in": problem.num_in,
-        "num_out": problem.num_out,
-        "stride_xm": problem.stride_x,
-        "TERMS": problem.layer.terms,
-        "FIRST": problem.layer.first,
-        "PARAMS": problem.layer.constants,
-        "START": start,
-        "STEP": step,
-        "VALUE": value,
-        "NORM": problem.layer.normalizer.device_functions(True)[0],
-        "BLOCK_N": choice.block_n,
-        "BLOCK_K": choice.block_k,
-        "STAGES": choice.stages,
-        "FLUSH": choice.flush,
-        "PRECISION": _precision(problem),
-        "ALIGN_IN": math.gcd(problem.num_in, problem.stride_x, ALIGNED),
-        "num_warps": 4 if choice.registers else 8,
-    }
-
-
-def _pipelined_product(
-    problem: Problem, kernel: Any, choice: Pipelined, arguments: dict[str, Any], result: Stored, boxes: Boxes | None
-) -> Product:
-    launcher = Launcher([LaunchConfig(kernel, (choice.programs,), arguments)])
-    transposed = problem.dtype == torch.float32
-    rounds = transposed and not problem.is_split
-    return Product(launcher, problem.layer.first, transposed, problem.is_split, rounds, (result,), True, boxes)
-
-
-def _boxes(shape: list[int], columns: int, dtype: torch.dtype) -> Boxes:
-    from triton.experimental.gluon import language as gl
-
-    layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, str(dtype).removeprefix("torch.")))
-    return Boxes(shape, columns, layout)
-
-
-def pipelined_forward(problem: Problem) -> Product:
-    """The launch of y, on (x, C, its low halves, table, bias)."""
-    choice = plan.pipelined_forward(_pipelined_sizes(problem))
-    kernel, _, _ = pipelined_kernels()
-    arguments = {
-        **_pipelined_constants(problem, choice, False),
-        "blocks_per_split": choice.blocks,
-        "items": choice.work_items,
-        "HAS_BIAS": problem.has_bias or problem.layer.first == 1,
-        "BLOCK_M": plan.BLOCK_M,
-        "GROUP": GROUP,
-        "REGISTERS": choice.registers,
-        "ALIGN_OUT": math.gcd(problem.num_out, ALIGNED),
-    }
-    result = stored(choice.splits, (problem.rows, problem.num_out))
-    boxes = _boxes([choice.block_n, choice.block_k], problem.num_in, problem.dtype)
-    return _pipelined_product(problem, kernel, choice, arguments, result, boxes)
-
-
-def pipelined_input_gradient(problem: Problem) -> Product | None:
-    """The launch of dx, on (dy, its low halves, x, C, its low halves, table), where this kernel is best."""
-    choice = plan.pipelined_input_gradient(_pipelined_sizes(problem))
-    if choice is None:
-        return None
-    _, kernel, _ = pipelined_kernels()
-    units = -(-problem.num_out // choice.block_k) * -(-_pipelined_sizes(problem).terms // choice.degrees)
-    tiles = -(-problem.rows // plan.BLOCK_M) * -(-problem.num_in // choice.block_n)
-    segments = plan.segments_of(tiles, units, choice.work_items)
-    arguments = {
-        **_pipelined_constants(problem, choice, True),
-        "parts": choice.work_items,
-        "SLOPE": problem.layer.normalizer.device_functions(True)[1],
-        "DEGREES": choice.degrees,
-        "GROUP": GROUP if segments == 1 else _DOWN,
-        "REGISTERS": choice.registers,
-    }
-    result = Stored()
-    if segments > 1:
-        shape = (1, problem.rows, problem.num_in)
-        result = _segments(shape, 0, 1, choice, units, segments)
-    boxes = _boxes([choice.block_n, choice.block_k], problem.num_out, problem.dtype)
-    product = _pipelined_product(problem, kernel, choice, arguments, result, boxes)
-    return product._replace(boxes_of_dy=_boxes([plan.BLOCK_M, choice.block_k], problem.num_out, problem.dtype))
-
-
-def pipelined_coefficient_gradient(problem: Problem) -> Product:
-    """The launch of dC, on (dy, its low halves, x, table)."""
-    sizes = _pipelined_sizes(problem)
-    choice = plan.pipelined_coefficient_gradient(sizes)
-    _, _, kernel = pipelined_kernels()
-    transposed = problem.dtype == torch.float32
-    blocks = -(-problem.rows // choice.block_k)
-    arguments = {
-        **_pipelined_constants(problem, choice, False),
-        "blocks": blocks,
-        "parts": choice.work_items,
-        "DEGREES": choice.degrees,
-        "REGISTERS": choice.registers,
-    }
-    box = [plan.BLOCK_M, choice.block_k] if transposed else [choice.block_k, plan.BLOCK_M]
-    boxes = _boxes(box, problem.rows if transposed else problem.num_out, problem.dtype)
-    tiles = -(-problem.num_out // plan.BLOCK_M) * -(-problem.num_in // choice.block_n) * -(-sizes.terms // choice.degrees)
-    segments = plan.segments_of(tiles, blocks, choice.work_items)
-    result = Stored()
-    if segments > 1:
-        shape = (problem.layer.terms, problem.num_out, problem.num_in)
-        result = _segments(shape, problem.layer.first, choice.degrees, choice, blocks, segments)
-    return _pipelined_product(problem, kernel, choice, arguments, result, boxes)
-
-
-def _segments(shape: tuple[int, int, int], first: int, degrees: int, choice: Pipelined, units: int, segments: int) -> Stored:
+def _in_segments(shape: tuple[int, int, int], first: int, degrees: int, choice: Pipelined, units: int, segments: int) -> _Stored:
     """Partial sums of a result [terms, rows, columns], from term first on; a second kernel adds those of each tile."""
+    if segments == 1:
+        return _Stored()
     terms, rows, columns = shape
     arguments = {
         "num_in": columns,
@@ -301,213 +267,270 @@ def _segments(shape: tuple[int, int, int], first: int, degrees: int, choice: Pip
         "num_warps": 4,
     }
     programs = -(-columns // choice.block_n) * -(-rows // _SUM_ROWS) * (terms - first)
-    launcher = Launcher([LaunchConfig(_sum_segments_kernel, (programs,), arguments)])
-    return Stored((segments, *shape), launcher)
+    return _Stored(segments, LaunchConfig(_sum_segments_kernel, (programs,), arguments))
+
+
+def _add(build: Builder, configs: Sequence[LaunchConfig], given: tuple[Any, ...], results: Sequence[tuple[Tensor | None, _Stored]]) -> None:
+    """Launch a kernel on operands and results, then the second stages; None for a result that the kernel leaves alone."""
+    targets = [_target(build, out, stored) for out, stored in results]
+    build.launch(Launcher(configs), (*given, *[given[0] if t is None else t for t in targets]))
+    for target, (out, stored) in zip(targets, results, strict=True):
+        if stored.second is not None:
+            build.launch(Launcher([stored.second]), (target, out), stored.scalars)
+
+
+def _target(build: Builder, out: Tensor | None, stored: _Stored) -> Tensor | None:
+    if out is None or stored.second is None:
+        return out
+    return build.empty((stored.parts, *out.shape), wide_dtype(out.dtype))
+
+
+# ---- the kernels for Hopper GPUs -------------------------------------------------------------------
+
+_DOWN: Final = 1 << 16  # rows of tiles in a group: all of them, which is the order in which the second kernel finds their shares
+
+
+def _pipelined_kernel(name: str) -> Any:
+    """One of the kernels, "fwd", "dx" or "dcoef"; None where this Triton cannot compile it."""
+    module = "forward" if name == "fwd" else name
+    return devices.gluon_kernel(f"kan.kernels.hopper.{module}", f"_poly_kan_pipelined_{name}_kernel")
+
+
+def has_pipelined(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether these kernels can run here."""
+    if dtype == torch.float64 or not devices.gpu_of(device).has_wgmma:
+        return False
+    return all([_pipelined_kernel(name) is not None for name in ("fwd", "dx", "dcoef")])
+
+
+def takes_pipelined(problem: Problem, backward: bool) -> bool:
+    """Whether these kernels can do a layer's products on its device, and are better than plain Triton's."""
+    if not problem.layer.found.any_dialect or not has_pipelined(problem.device, problem.dtype):
+        return False
+    # Float32 is prepared, with rows that TMA takes.
+    copied = (problem.num_in, problem.num_out, problem.stride_x, problem.stride_g)
+    copies = problem.dtype == torch.float32 or all([size % 8 == 0 for size in copied])
+    return copies and plan.takes_pipelined(problem.sizes(0), backward)
+
+
+def _described(pair: Sequence[Tensor], shape: list[int], columns: int) -> list[Any]:
+    """TMA descriptors of an operand and its low halves: contiguous matrices, one below the other, whose rows begin on 16 bytes.
+
+    Beyond the first columns there is nothing.
+    """
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, str(pair[0].dtype).removeprefix("torch.")))
+    matrices = [t.view(-1, t.shape[-1])[:, :columns] for t in pair]
+    return [TensorDescriptor(t, list(t.shape), [t.stride(0), 1], shape, layout) for t in matrices]
+
+
+def _pipelined_config(problem: Problem, name: str, choice: Pipelined, **arguments: Any) -> LaunchConfig:
+    """The launch of one of the kernels, with the arguments that all three take."""
+    precision = "half" if problem.dtype != torch.float32 else "split" if problem.is_split else "cut"
+    common = {
+        "FIRST": problem.layer.first,
+        "BLOCK_N": choice.block_n,
+        "BLOCK_K": choice.block_k,
+        "STAGES": choice.stages,
+        "FLUSH": choice.flush,
+        "PRECISION": precision,
+        "REGISTERS": choice.registers,
+        "num_warps": 4,
+    }
+    arguments = {**problem.arguments(), **problem.prologue(name == "dx"), **common, **arguments}
+    return LaunchConfig(_pipelined_kernel(name), (choice.programs,), arguments)
+
+
+def _add_pipelined_forward(call: _Call, low: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    problem = call.problem
+    choice = plan.pipelined_forward(problem.sizes(problem.layer.first))
+    config = _pipelined_config(
+        problem,
+        "fwd",
+        choice,
+        blocks_per_split=choice.blocks,
+        items=choice.work_items,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=plan.BLOCK_M,
+        GROUP=GROUP,
+        ALIGN_OUT=math.gcd(problem.num_out, ALIGNED),
+    )
+    described = _described((call.coefficients, low), [choice.block_n, choice.block_k], problem.num_in)
+    _add(call.build, [config], (call.x, *described, call.table, call.x if bias is None else bias), [(y, _in_splits(choice.splits, y))])
+
+
+def _add_pipelined_input_gradient(
+    call: _Call, choice: Pipelined, dys: tuple[Tensor, Tensor], coefficients: tuple[Tensor, Tensor], dx: Tensor
+) -> None:
+    problem = call.problem
+    units = -(-problem.num_out // choice.block_k) * -(-(problem.layer.terms - problem.layer.first) // choice.degrees)
+    tiles = -(-problem.rows // plan.BLOCK_M) * -(-problem.num_in // choice.block_n)
+    segments = plan.segments_of(tiles, units, choice.work_items)
+    own = {"parts": choice.work_items, "DEGREES": choice.degrees, "GROUP": GROUP if segments == 1 else _DOWN}
+    config = _pipelined_config(problem, "dx", choice, SLOPE=problem.normalizer[1], **own)
+    stored = _in_segments((1, problem.rows, problem.num_in), 0, 1, choice, units, segments)
+    of_dy = _described(dys, [plan.BLOCK_M, choice.block_k], problem.num_out)
+    described = _described(coefficients, [choice.block_n, choice.block_k], problem.num_out)
+    _add(call.build, [config], (*of_dy, call.x, *described, call.table), [(dx, stored)])
+
+
+def _add_pipelined_coefficient_gradient(call: _Call, dys: tuple[Tensor, Tensor], dcoef: Tensor) -> None:
+    problem, first = call.problem, call.problem.layer.first
+    terms, num_out, num_in = call.coefficients.shape
+    choice = plan.pipelined_coefficient_gradient(problem.sizes(first))
+    blocks = -(-problem.rows // choice.block_k)
+    config = _pipelined_config(problem, "dcoef", choice, blocks=blocks, parts=choice.work_items, DEGREES=choice.degrees)
+    tiles = -(-num_out // plan.BLOCK_M) * -(-num_in // choice.block_n) * -(-(terms - first) // choice.degrees)
+    segments = plan.segments_of(tiles, blocks, choice.work_items)
+    stored = _in_segments((terms, num_out, num_in), first, choice.degrees, choice, blocks, segments)
+    box = [plan.BLOCK_M, choice.block_k] if problem.dtype == torch.float32 else [choice.block_k, plan.BLOCK_M]
+    described = _described(dys, box, problem.rows if problem.dtype == torch.float32 else num_out)
+    _add(call.build, [config], (*described, call.x, call.table), [(dcoef, stored)])
 
 
 # ---- plain Triton's kernels ------------------------------------------------------------------------
 
 
-class _Blocks(NamedTuple):
-    """How one of the three products is divided among programs."""
-
-    transposed: bool
-    first: int  # degree in the product
-    tile: Tile
-    split: Split
-
-    def even(self, width: int, depth: int) -> tuple[bool, bool]:
-        """Whether blocks divide the product's width, as far as they go along it, and its depth."""
-        return width % self.tile.block_n == 0, depth % self.tile.block_k == 0
+def _evenly(tile: Tile, width: int, depth: int) -> tuple[bool, bool]:
+    """Whether blocks divide the product's width, as far as they go along it, and its depth."""
+    return width % tile.block_n == 0, depth % tile.block_k == 0
 
 
-def _blocks(problem: Problem, choose: Any, derivative: bool) -> _Blocks:
-    """Tiles and splits by the closed form."""
-    large = problem.is_large
-    first = problem.layer.first if derivative or large else 0
-    tile, split = choose(problem.sizes()._replace(terms=max(1, problem.layer.terms - first)))
-    return _Blocks(large and problem.dtype == torch.float32, first, tile, split)
+def _plain_arguments(problem: Problem) -> dict[str, Any]:
+    """The arguments that both kernels take."""
+    compute, acc, _ = arithmetic(problem.dtype, problem.precision, True)
+    own = {"GROUP": GROUP, "COMPUTE": compute, "ACC": acc, "PRECISION": problem.dot_precision}
+    return {**problem.arguments(), **own, "ALIGN_OUT": math.gcd(problem.num_out, ALIGNED)}
 
 
-def _normalizer(problem: Problem) -> tuple[Any, Any]:
-    """Value and derivative, of float32 sums by the device's own exponential and reciprocal."""
-    return problem.layer.normalizer.device_functions(problem.wide == torch.float32 and devices.gpu_of(problem.device).has_approximations)
+def _plain_configs(kernel: Any, programs: int, stages: int, arguments: dict[str, Any]) -> list[LaunchConfig]:
+    """A launch, and the same with fewer stages for devices with less shared memory."""
+    return [LaunchConfig(kernel, (programs,), {**arguments, "num_stages": s}) for s in range(stages, 0, -1)]
 
 
-def _constants(problem: Problem) -> dict[str, Any]:
-    """The arguments that all kernels take."""
-    compute, acc, precision = arithmetic(problem.dtype, problem.precision, True)
-    if problem.is_large and precision in ("tf32x3", "tf32"):
-        precision = {"tf32x3": "split", "tf32": "cut"}[precision]
-    return {
-        "rows": problem.rows,
-        "num_in": problem.num_in,
-        "num_out": problem.num_out,
-        "stride_xm": problem.stride_x,
-        "TERMS": problem.layer.terms,
-        "PARAMS": problem.layer.constants,
-        "NORM": _normalizer(problem)[0],
-        "GROUP": GROUP,
-        "COMPUTE": compute,
-        "ACC": acc,
-        "PRECISION": precision,
-        "ALIGN_IN": math.gcd(problem.num_in, problem.stride_x, ALIGNED),
-        "ALIGN_OUT": math.gcd(problem.num_out, ALIGNED),
-    }
-
-
-def _product(kernel: Any, programs: int, arguments: dict[str, Any], blocks: _Blocks, results: tuple[Stored, ...]) -> Product:
-    """The launch, and the same with fewer stages for devices with less shared memory."""
-    stages = [s for s in (4, 3, 2, 1) if s <= arguments["num_stages"]]
-    launcher = Launcher([LaunchConfig(kernel, (programs,), {**arguments, "num_stages": s}) for s in stages])
-    precision = arguments["PRECISION"]
-    return Product(launcher, blocks.first, blocks.transposed, precision == "split", precision == "cut", results)
-
-
-# ---- y -------------------------------------------------------------------------------------------
-
-
-def forward(problem: Problem) -> Product:
-    """The launch of y, on (x, C, its low halves, table, bias)."""
-    if takes_pipelined(problem, False):
-        return pipelined_forward(problem)
-    blocks = _blocks(problem, plan.forward, False)
-    tile, split = blocks.tile, blocks.split
-    start, step, value = problem.layer.prologue(False)
-    even_n, even_k = blocks.even(problem.num_out, problem.num_in)
+def _add_plain_forward(call: _Call, low: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    problem = call.problem
+    first = problem.layer.first if problem.is_large else 0
+    sizes = problem.sizes(first)
+    tile = plan.forward(sizes)
+    even_n, even_k = _evenly(tile, problem.num_out, problem.num_in)
     arguments = {
-        **_constants(problem),
-        "blocks_per_split": split.blocks,
-        "FIRST": blocks.first,
-        "DEGREES": max(1, problem.layer.terms - blocks.first) // split.groups,
-        "START": start,
-        "STEP": step,
-        "VALUE": value,
-        "HAS_BIAS": problem.has_bias or blocks.first == 1,
+        **_plain_arguments(problem),
+        **problem.prologue(False),
+        "blocks_per_split": tile.blocks,
+        "FIRST": first,
+        "DEGREES": sizes.terms // tile.groups,
+        "HAS_BIAS": bias is not None,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "EVEN_N": even_n,
         "EVEN_K": even_k,
         "num_warps": tile.warps,
-        "num_stages": tile.stages,
     }
     tiles = -(-problem.rows // tile.block_m) * -(-problem.num_out // tile.block_n)
-    sums = split.splits * split.groups
-    return _product(_poly_kan_fwd_kernel, tiles * sums, arguments, blocks, (stored(sums, (problem.rows, problem.num_out)),))
+    sums = tile.splits * tile.groups
+    configs = _plain_configs(_poly_kan_fwd_kernel, tiles * sums, tile.stages, arguments)
+    given = (call.x, call.coefficients, low, call.table, call.x if bias is None else bias)
+    _add(call.build, configs, given, [(y, _in_splits(sums, y))])
 
 
-# ---- gradients -----------------------------------------------------------------------------------
-
-
-class _Gradient(NamedTuple):
-    """One of the gradients in the gradients' kernel."""
-
-    blocks: _Blocks
-    arguments: dict[str, Any]
-    programs: int
-    stored: Stored
-
-
-def _of_input(problem: Problem) -> _Gradient:
-    """The arguments for dx."""
-    blocks = _blocks(problem, plan.input_gradient, True)
-    tile, splits = blocks.tile, blocks.split.splits
-    even_n, even_k = blocks.even(problem.num_in, problem.num_out)
-    start, step, value = problem.layer.prologue(True)
+def _of_input(problem: Problem) -> tuple[Tile, int, dict[str, Any]]:
+    """The tile, programs and arguments for dx in the kernel of gradients."""
+    first, transposed = problem.layer.first, problem.is_large and problem.dtype == torch.float32
+    sizes = problem.sizes(first)
+    tile = plan.input_gradient(sizes)
+    even_n, even_k = _evenly(tile, problem.num_in, problem.num_out)
+    programs = tile.splits * -(-problem.rows // tile.block_m) * -(-problem.num_in // tile.block_n)
     arguments = {
-        "stride_co": 1 if blocks.transposed else problem.num_in,
-        "stride_ci": problem.num_out if blocks.transposed else 1,
-        "blocks_x": blocks.split.blocks,
-        "SLOPE": _normalizer(problem)[1],
-        "FIRST_X": blocks.first,
-        "START_X": start,
-        "STEP_X": step,
-        "VALUE_X": value,
+        **problem.prologue(True, "_X"),
+        "stride_co": 1 if transposed else problem.num_in,
+        "stride_ci": problem.num_out if transposed else 1,
+        "programs_x": programs,
+        "blocks_x": tile.blocks,
+        "SLOPE": problem.normalizer[1],
+        "FIRST_X": first,
         "TILE_X": (tile.block_m, tile.block_n, tile.block_k, tile.degrees),
-        "EVEN_X": (even_n and (problem.layer.terms - blocks.first) % tile.degrees == 0, even_k),
-        "ALIGN_CO": 1 if blocks.transposed else math.gcd(problem.num_in, ALIGNED),
+        "EVEN_X": (even_n and sizes.terms % tile.degrees == 0, even_k),
+        "ALIGN_CO": 1 if transposed else math.gcd(problem.num_in, ALIGNED),
         "FLAT_X": not problem.is_large,
     }
-    programs = splits * -(-problem.rows // tile.block_m) * -(-problem.num_in // tile.block_n)
-    return _Gradient(blocks, arguments, programs, stored(splits, (problem.rows, problem.num_in)))
+    return tile, programs, arguments
 
 
-def _of_coefficients(problem: Problem) -> _Gradient:
-    """The arguments for dC."""
-    blocks = _blocks(problem, plan.coefficient_gradient, False)
-    tile, splits, terms = blocks.tile, blocks.split.splits, problem.layer.terms
-    start, step, value = problem.layer.prologue(False)
+def _of_coefficients(problem: Problem) -> tuple[Tile, int, dict[str, Any]]:
+    """The tile, programs and arguments for dC in the kernel of gradients."""
+    first, transposed = problem.layer.first if problem.is_large else 0, problem.is_large and problem.dtype == torch.float32
+    sizes = problem.sizes(first)
+    tile = plan.coefficient_gradient(sizes)
+    groups = -(-sizes.terms // tile.degrees)
+    programs = tile.splits * groups * -(-problem.num_in // tile.block_m) * -(-problem.num_out // tile.block_n)
     arguments = {
-        "stride_go": whole_vectors(problem.rows) if blocks.transposed else 1,
-        "blocks_c": blocks.split.blocks,
-        "FIRST_C": blocks.first,
-        "START_C": start,
-        "STEP_C": step,
-        "VALUE_C": value,
-        "TILE_C": (tile.block_m, tile.block_n, tile.block_k, tile.degrees),
-        "EVEN_C": blocks.even(problem.num_out, problem.rows),
-    }
-    groups = -(-(terms - blocks.first) // tile.degrees)
-    programs = splits * groups * -(-problem.num_in // tile.block_m) * -(-problem.num_out // tile.block_n)
-    return _Gradient(blocks, arguments, programs, stored(splits, (terms, problem.num_out, problem.num_in)))
-
-
-_TENSORS: Final = 8  # that the kernel takes
-_UNUSED_SCALARS: Final = (
-    "stride_go",
-    "stride_co",
-    "stride_ci",
-    "blocks_x",
-    "blocks_c",
-    "ALIGN_CO",
-)  # integers of the gradient that is not made
-
-
-def _gradients(problem: Problem, of_x: _Gradient | None, of_coefficients: _Gradient | None) -> Product:
-    """One of the gradients, or both in one launch."""
-    made = [gradient for gradient in (of_x, of_coefficients) if gradient is not None]
-    blocks = made[0].blocks
-    transposed = blocks.transposed and of_x is None  # dy
-    arguments = {
+        **problem.prologue(False, "_C"),
         "stride_gm": 1 if transposed else problem.stride_g,
+        "stride_go": operands.whole_vectors(problem.rows) if transposed else 1,
+        "blocks_c": tile.blocks,
+        "FIRST_C": first,
+        "TILE_C": (tile.block_m, tile.block_n, tile.block_k, tile.degrees),
+        "EVEN_C": _evenly(tile, problem.num_out, problem.rows),
         "ALIGN_GM": 1 if transposed else math.gcd(problem.stride_g, ALIGNED),
-        "programs_x": 0 if of_x is None else of_x.programs,
-        "HAS_X": of_x is not None,
-        "HAS_C": of_coefficients is not None,
-        "num_warps": blocks.tile.warps,
-        "num_stages": min([gradient.blocks.tile.stages for gradient in made]),
     }
-    for gradient in made:
-        arguments |= gradient.arguments
-    arguments |= _constants(problem)
-    absent = [name for name in _poly_kan_gradients_kernel.arg_names[_TENSORS:] if name not in arguments]
-    arguments |= {name: 1 if name in _UNUSED_SCALARS else None for name in absent}
-    programs = sum([gradient.programs for gradient in made])
-    return _product(_poly_kan_gradients_kernel, programs, arguments, blocks, tuple([gradient.stored for gradient in made]))
+    return tile, programs, arguments
 
 
-def input_gradient(problem: Problem) -> Product:
-    """The launch of dx alone, on (dy, its low halves, x, C, its low halves, table).
+def _add_plain_gradients(
+    call: _Call, dys: tuple[Tensor, Tensor], coefficients: tuple[Tensor, Tensor], dx: Tensor | None, dcoef: Tensor | None
+) -> None:
+    """One of the gradients, or both in one launch; dys and coefficients with their low halves, as the gradient's kernel reads them."""
+    problem = call.problem
+    made = [_of_coefficients(problem)] if dx is None else [_of_input(problem)]
+    if dx is not None and dcoef is not None:
+        made.append(_of_coefficients(problem))
+    # Of a gradient that is not made, numbers are 1 and constants None.
+    names = [name for name in _poly_kan_gradients_kernel.arg_names if not name.endswith("_ptr")]
+    arguments = {name: None if name.isupper() else 1 for name in names} | _plain_arguments(problem)
+    arguments |= {"stride_gm": problem.stride_g, "ALIGN_GM": math.gcd(problem.stride_g, ALIGNED), "ALIGN_CO": 1, "programs_x": 0}
+    for _, _, own in made:
+        arguments |= own
+    tiles = [tile for tile, *_ in made]
+    arguments |= {"HAS_X": dx is not None, "HAS_C": dcoef is not None, "num_warps": tiles[0].warps}
+    programs = sum([count for _, count, _ in made])
+    configs = _plain_configs(_poly_kan_gradients_kernel, programs, min([tile.stages for tile in tiles]), arguments)
+    splits = iter(tiles)
+    results = [(out, _Stored() if out is None else _in_splits(next(splits).splits, out)) for out in (dx, dcoef)]
+    _add(call.build, configs, (*dys, call.x, *coefficients, call.table), results)
 
-    See `triton_backend.gemm_choice` for another one.
-    """
-    found = pipelined_input_gradient(problem) if takes_pipelined(problem, True) else None
-    return found or _gradients(problem, _of_input(problem), None)
+
+# ---- dx of a large layer on Hopper GPUs, by the linear layers' main loop ---------------------------
 
 
-def coefficient_gradient(problem: Problem) -> Product:
-    """The launch of dC alone, on (dy, its low halves, x, table), between which plain Triton's kernel takes C and its low halves."""
-    return (
-        pipelined_coefficient_gradient(problem) if takes_pipelined(problem, True) else _gradients(problem, None, _of_coefficients(problem))
+def gemm_choice(problem: Problem) -> tuple[GemmTile, int] | None:
+    """Blocks, and how many degrees a tile has side by side; None where another kernel takes less time, or this one cannot be."""
+    itemsize = problem.dtype.itemsize
+    copied = (problem.num_in, problem.num_out, problem.stride_x, problem.stride_g)
+    copies = itemsize < 8 and devices.gpu_of(problem.device).has_wgmma and all([size * itemsize % 16 == 0 for size in copied])
+    return plan.input_gradient_gemm(problem.sizes(problem.layer.first)) if copies else None
+
+
+def _add_input_gradient_by_gemm(call: _Call, choice: tuple[GemmTile, int]) -> Tensor:
+    """``dx [M, I]``; rows of dy and x are runs of memory, from boundaries of 16 bytes."""
+    build, problem, layer = call.build, call.problem, call.problem.layer
+    tile, degrees = choice
+    value, slope = problem.normalizer
+    gemm = Gemm(
+        epilogue_input_gradient,
+        value=value,
+        slope=slope,
+        params=(layer.terms, layer.first, degrees, layer.constants),
+        functions=layer.prologue(True),
+        begin=begin_nothing if knobs.runtime.interpret else fetch_input,
+        sums=degrees,
     )
-
-
-def takes_both(problem: Problem) -> bool:
-    """Whether one launch makes both gradients: of small layers, for which nothing is prepared."""
-    return not problem.is_large and not takes_pipelined(problem, True)
-
-
-def both_gradients(problem: Problem) -> Product:
-    """The launch of dx and dC of a small layer, for which nothing is prepared, on (dy, dy, x, C, C, table)."""
-    return _gradients(problem, _of_input(problem), _of_coefficients(problem))
+    width = tile.block_n // tile.parts // degrees
+    b = operands.transposed_in_blocks(build, call.coefficients, layer.first, width, degrees, problem.dtype.itemsize == 4)
+    dx = build.empty(call.x.shape, call.x.dtype)
+    tensors = call.table, call.x
+    add_gemm(build, call.dy, b, None, gemm, dx, side=call.x, tensors=tensors, precision=problem.precision, tile=tile)
+    return dx

@@ -41,8 +41,8 @@ class LayerConfig(NamedTuple):
 
     @property
     def constants(self) -> tuple[float, ...] | tuple[int]:
-        """The prologue's parameters."""
-        return (self.table_size,) if self.table_size else self.parameters
+        """The prologue's PARAMS."""
+        return (self.table_size,) if self.table_size else (*self.found.constants, *self.parameters)
 
     def prologue(self, derivative: bool) -> Prologue:
         """The device's functions for values or derivatives; only of a basis that has them."""

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kan.kernels.operands import _low_halves_kernel, _transpose_kernel
-from fastkron_py.kan.launches import whole_vectors
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.tiling.torch_products import column_sums
 
 _TILE: Final = 64  # rows and columns of a tile that is transposed
 _LOW_BLOCK: Final = 1024
+
+
+def whole_vectors(count: int) -> int:
+    """The least number from count on of float32 numbers that are vectors of 16 bytes."""
+    return -(-count // 4) * 4
 
 
 def _launch(build: Builder, kernel: Any, programs: int, operands: tuple[Tensor, ...], **arguments: Any) -> None:

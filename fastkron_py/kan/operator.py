@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kan import program, torch_backend
-from fastkron_py.runtime.batching import take, vmap_by_sample
+from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.eager import takes_fast_path, wants_gradient
 from fastkron_py.runtime.operator import GradientCall, Operator, Saved
 from fastkron_py.runtime.operator_pair import gradient_operator
@@ -25,8 +25,6 @@ from fastkron_py.tiling.torch_products import column_sums
 
 # A basis is given by its name and its parameters, "jacobi:0.5:-0.3"; a list of numbers that may be empty is taken for tensors by torch.
 _OPTIONS: Final = "str basis, str normalization, int table_size, str? precision, str backend"
-
-
 _TENSORS: Final = "Tensor x, Tensor coefficients, Tensor? bias"
 
 
@@ -69,20 +67,13 @@ def _derived_by_torch(dy: Tensor, x: Tensor, coefficients: Tensor, needs: Sequen
     return [*found, column_sums(dy.reshape(-1, dy.shape[-1]))] if needs[2] else found
 
 
-def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
-    x, coefficients, bias = tensors
-    if dims[1] is None and dims[2] is None:  # samples are rows
-        return poly_kan.registered(x.movedim(dims[0], 0), coefficients, bias, *options), 0
-    return vmap_by_sample(poly_kan.registered, size, dims, tensors, options)
-
-
 poly_kan = Operator(
     f"poly_kan({_TENSORS}, {_OPTIONS}) -> Tensor",
     program=program.forward,
     fake=_fake,
     backward=_backward,
     gradient_call=_gradient_call,
-    vmap=_vmap,
+    vmap="rows",
     in_torch=_in_torch,
 )
 poly_kan_backward = gradient_operator(

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU, next_power_of_two
 from fastkron_py.tiling.gemm_config import GemmTile
-
-LARGE_PRODUCTS: Final = 1 << 31  # multiplications from which on preparing operands costs little beside the product
-LARGE_ROWS: Final = 1024  # of x; with fewer, coefficients are read about as often as they would be prepared
-MOST_SPLITS: Final = 64
-_MOST_SPLITS_OF_LARGE: Final = 32
-_REACHED: Final = 6 / 7  # of a GPU's rate, by these kernels
-_FEWEST_STEPS: Final = 8  # of a split's loop
-_WARPS_AT_ONCE: Final = 8  # on a multiprocessor, by the registers that a thread takes here
-_FEWEST_DEGREES: Final = 3  # of a group of them in the forward pass
 
 
 class Sizes(NamedTuple):
@@ -31,9 +22,21 @@ class Sizes(NamedTuple):
     passes: int  # over the tensor cores: 3 for float32-class
     gpu: GPU
 
+    @property
+    def products(self) -> int:
+        """Multiplications of a pass."""
+        return self.rows * self.num_in * self.num_out * self.terms
+
+    def seconds(self) -> float:
+        """At the GPU's peak."""
+        return 2 * self.products * self.passes / self.gpu.rate(self.itemsize)
+
 
 class Tile(NamedTuple):
-    """Blocks of the result [block_m, block_n] and of the reduction, and how they are run."""
+    """Blocks of the result [block_m, block_n] and of the reduction, how they are run, and how the reduction is shared out.
+
+    Split ``s`` takes blocks ``s * blocks`` and on; in the forward pass, for each group of degrees.
+    """
 
     block_m: int
     block_n: int
@@ -41,87 +44,91 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     degrees: int = 1  # side by side, in the gradients: in one product for dx, in one program for dC
-
-
-class Split(NamedTuple):
-    """How a reduction is shared out: split ``s`` takes blocks ``s * blocks`` and on; in the forward pass, for each group of degrees."""
-
-    splits: int
-    blocks: int
+    splits: int = 1
+    blocks: int = 0  # of a split
     groups: int = 1  # of degrees, all of the same size
 
+    def shared_out(self, splits: int, depth: int) -> Tile:
+        """The tile with as many splits of a reduction of this depth, or fewer, none of which is empty."""
+        blocks = -(-depth // self.block_k)
+        each = -(-blocks // splits)
+        return self._replace(splits=-(-blocks // each), blocks=each)
 
+
+def _of_file(name: str) -> Any:
+    """The data in a file of this folder."""
+    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+class Measured(NamedTuple):
+    """Figures of the kernels, fitted to times on an H100 and an H200: `measured.json` has them.
+
+    Attributes:
+        large_products: multiplications from which on preparing operands costs little beside the product.
+        large_rows: of x; with fewer, coefficients are read about as often as they would be prepared.
+        most_splits: of a reduction.
+        most_splits_of_large: the same of a large product.
+        reached: share of a GPU's rate.
+        fewest_steps: of a split's loop.
+        warps_at_once: on a multiprocessor, by the registers that a thread takes.
+        fewest_degrees: of a group of them in the forward pass.
+        side_by_side: share of the rate of dx with so many degrees in a product: a narrow one waits for shared memory.
+        least_filled: of the multiprocessors' work, below which other kernels' smaller tiles cost less than the linear layers' main loop.
+        narrow: on Hopper GPUs, speed of a product half as wide (271 us beside 200 in TF32, for 65536 x 256 -> 256, degree 8).
+        least_rows: by passes, share of `large_rows` from which on Hopper's kernels are taken: three, since plain Triton's split every
+            operand in every tile, from where a tile is three quarters full.
+        least_products: share of `large_products` in the forward pass; of three passes half of that in the backward pass, which prepares
+            operands for two.
+        most_segments: that share a tile's sum.
+        second_stage: seconds of a launch that adds up partial sums, beside their traffic.
+        remade: speed of dC with as many degrees side by side: the fewer, the more often a value's input is read, and the degrees before it
+            made (4096 x 200 -> 800, degree 5: 1.11, 1.25 and 1.75 us a step).
+        summed_up: the same of dx, which goes through the derivatives after each of them.
+        many_degrees: what a degree more side by side is worth, since each group goes through the degrees before it once more.
+    """
+
+    large_products: int
+    large_rows: int
+    most_splits: int
+    most_splits_of_large: int
+    reached: float
+    fewest_steps: int
+    warps_at_once: int
+    fewest_degrees: int
+    side_by_side: dict[str, float]
+    least_filled: float
+    narrow: float
+    least_rows: dict[str, float]
+    least_products: dict[str, float]
+    most_segments: int
+    second_stage: float
+    remade: dict[str, float]
+    summed_up: dict[str, float]
+    many_degrees: float
+
+
+MEASURED: Final = Measured(**_of_file("measured.json"))
 GROUP: Final = 8  # rows of tiles that are in flight together
-_Tables = Mapping[str, Mapping[int, Sequence[Tile]]]  # by product and bytes of an operand
 
-# Largest tiles first, for half types and for four-byte operands; the small ones are for results of few elements, which wait for memory.
-_FORWARD: Final = {
-    2: (Tile(128, 256, 32, 8, 4), Tile(128, 128, 32, 8, 4), Tile(64, 64, 64, 4, 4)),
-    4: (Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 4)),
-    8: (Tile(64, 64, 16, 4, 2), Tile(32, 32, 16, 4, 2)),
+# By cores, product, and bytes of an operand, or "3 passes" of a large product, whose sums of one step and of all steps are both in
+# registers. The largest tiles come first; the last ones are for results of few elements, which wait for memory. Cores are those that read
+# operands from shared memory, those that read them from registers (as compiled for sm_80, sm_86 and sm_120 none of these spills), and none
+# of float64, for which a thread keeps whole rows and columns of operands.
+# "few": of operands of four bytes where those leave multiprocessors idle, the first that is no larger than the result. They and the shares
+# of reductions are the best, or nearly so, of a hundred ways for each product of three small layers on an H100, in three passes. "one step"
+# is for dC in place of the last one, where rows are all in one block.
+_TILES: Final = {
+    cores: {product: {key: tuple([Tile(*tile) for tile in tiles]) for key, tiles in keyed.items()} for product, keyed in products.items()}
+    for cores, products in _of_file("tiles.json").items()
 }
-_INPUT: Final = {
-    2: (Tile(128, 32, 64, 8, 3, 8), Tile(32, 32, 64, 4, 3, 4)),
-    4: (Tile(128, 32, 32, 8, 3, 8), Tile(32, 32, 32, 4, 3, 4)),
-    8: (Tile(64, 16, 16, 4, 2, 4), Tile(32, 16, 16, 4, 2, 4)),
-}
-_COEFFICIENTS: Final = {
-    2: (Tile(128, 128, 32, 8, 4, 2), Tile(64, 64, 32, 4, 3, 2)),
-    4: (Tile(128, 128, 32, 8, 3, 2), Tile(64, 32, 32, 4, 3, 4)),
-    8: (Tile(64, 32, 16, 4, 2, 1), Tile(32, 32, 16, 4, 2, 1)),
-}
-# Of operands of four bytes where those leave multiprocessors idle, the first that is no larger than the result. They and the shares of
-# reductions are the best, or nearly so, of a hundred ways for each product of three small layers on an H100, in three passes.
-_FEW_FORWARD: Final = (Tile(64, 64, 16, 4, 4), Tile(32, 32, 32, 2, 4))
-_FEW_INPUT: Final = (Tile(32, 16, 32, 4, 3, 8),)
-_FEW_COEFFICIENTS: Final = (Tile(32, 32, 32, 4, 3, 2),)
-_ONE_STEP: Final = Tile(32, 64, 32, 4, 3, 4)  # of dC, of the same operands, in place of the small tile where rows are all in one block
-
-_TILES: Final[_Tables] = {"forward": _FORWARD, "input": _INPUT, "coefficients": _COEFFICIENTS}
-# Of large products in three passes, whose sums of one step and of all steps are both in registers.
-_THREE_PASSES: Final = {"forward": Tile(128, 64, 32, 8, 4), "input": Tile(128, 32, 32, 8, 2, 4), "coefficients": Tile(128, 64, 32, 8, 3, 2)}
-
-# The same for tensor cores that read operands from registers: as compiled for sm_80, sm_86 and sm_120 none of these spills.
-_FROM_REGISTERS: Final[_Tables] = {
-    "forward": {
-        2: (Tile(128, 128, 16, 8, 4), Tile(64, 64, 32, 4, 4)),
-        4: (Tile(128, 128, 16, 8, 4), Tile(64, 64, 16, 4, 4)),
-        8: _FORWARD[8],
-    },
-    "input": {
-        2: (Tile(64, 32, 64, 8, 3, 8), Tile(32, 32, 64, 4, 3, 4)),
-        4: (Tile(64, 32, 32, 8, 3, 8), Tile(32, 32, 32, 4, 3, 4)),
-        8: _INPUT[8][1:],
-    },
-    "coefficients": {
-        2: (Tile(128, 64, 32, 8, 4, 2), Tile(64, 64, 32, 4, 3, 2)),
-        4: (Tile(128, 64, 32, 8, 3, 2), Tile(64, 32, 32, 4, 3, 2)),
-        8: _COEFFICIENTS[8][1:],
-    },
-}
-_THREE_PASSES_FROM_REGISTERS: Final = {
-    "forward": Tile(128, 64, 16, 8, 4),
-    "input": Tile(64, 32, 32, 8, 2, 4),
-    "coefficients": Tile(128, 64, 16, 8, 3, 2),
-}
-# Of float64 without tensor cores, for which a thread keeps whole rows and columns of operands.
-_WITHOUT_CORES: Final[Mapping[str, Sequence[Tile]]] = {
-    "forward": (Tile(16, 32, 16, 4, 2), Tile(16, 16, 16, 8, 2)),
-    "input": (Tile(32, 16, 16, 4, 2, 4),),
-    "coefficients": (Tile(32, 16, 16, 4, 2, 1),),
-}
-
-
 # Of dx in one pass on Hopper GPUs: a tile of sums holds all degrees of some inputs. A degree's sums of an input are in the thread that has
 # its others where there are 8 inputs at least; with more than 64, x and dx would take the shared memory of a stage.
 _INPUT_GEMM: Final = {2: GemmTile(128, 256, 64, 8, 3, group=16), 4: GemmTile(128, 256, 32, 8, 3)}
-_SIDE_BY_SIDE: Final = (4, 8, 16, 32)  # degrees
-_LEAST_FILLED: Final = 2 / 3  # of the multiprocessors' work, below which another kernel's smaller tiles cost less
 
 
 def is_large(sizes: Sizes) -> bool:
     """Whether degree 0 is taken out of the product, and operands are transposed and split before it."""
-    return sizes.rows >= LARGE_ROWS and sizes.rows * sizes.num_in * sizes.num_out * sizes.terms >= LARGE_PRODUCTS
+    return sizes.rows >= MEASURED.large_rows and sizes.products >= MEASURED.large_products
 
 
 def _tiles(tile: Tile, height: int, width: int) -> int:
@@ -163,8 +170,8 @@ def _groups(tile: Tile, degrees: int) -> int:
     return -(-degrees // tile.degrees) if degrees else 1
 
 
-def _split(tile: Tile, programs: int, depth: int, inner: int, sizes: Sizes, each: int, fewest: int = 1) -> Split:
-    """Splits that fill the multiprocessors, each with some steps to do.
+def _split(tile: Tile, programs: int, depth: int, inner: int, sizes: Sizes, each: int, fewest: int = 1) -> Tile:
+    """The tile with splits that fill the multiprocessors, each with some steps to do.
 
     Args:
         tile: blocks.
@@ -177,141 +184,114 @@ def _split(tile: Tile, programs: int, depth: int, inner: int, sizes: Sizes, each
     """
     blocks = -(-depth // tile.block_k)
     wanted = each * sizes.gpu.multiprocessors // programs if programs < sizes.gpu.multiprocessors else 1
-    splits = max(1, min(wanted, blocks // max(fewest, -(-_FEWEST_STEPS // inner)), MOST_SPLITS))
-    share = -(-blocks // splits)
-    return Split(-(-blocks // share), share)
+    return tile.shared_out(max(1, min(wanted, blocks // max(fewest, -(-MEASURED.fewest_steps // inner)), MEASURED.most_splits)), depth)
 
 
 def _at_once(tile: Tile) -> int:
     """Programs on a multiprocessor."""
-    return max(1, _WARPS_AT_ONCE // tile.warps)
+    return max(1, MEASURED.warps_at_once // tile.warps)
 
 
-def _shared_out(tile: Tile, programs: int, depth: int, results: int, sizes: Sizes) -> Split:
-    """Splits of a large product. Its programs come in waves, and the last may be nearly empty: its cost against the partial sums'."""
+def _in_waves(tile: Tile, programs: int, depth: int, results: int, sizes: Sizes) -> Tile:
+    """The tile with splits of a large product.
+
+    Its programs come in waves, and the last may be nearly empty: its cost against the partial sums'.
+    """
     blocks = -(-depth // tile.block_k)
     slots = sizes.gpu.multiprocessors * _at_once(tile)
-    work = 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / (_REACHED * sizes.gpu.rate(sizes.itemsize))
+    work = sizes.seconds() / MEASURED.reached
 
     def seconds(splits: int) -> float:
         waves = -(-programs * splits // slots)
         partial = 2 * splits * results * max(4, sizes.itemsize) / sizes.gpu.bandwidth if splits > 1 else 0.0
         return work * waves * slots / (programs * splits) + partial
 
-    splits = min(range(1, 1 + min(_MOST_SPLITS_OF_LARGE, blocks)), key=seconds)
-    each = -(-blocks // splits)
-    return Split(-(-blocks // each), each)
+    return tile.shared_out(min(range(1, 1 + min(MEASURED.most_splits_of_large, blocks)), key=seconds), depth)
 
 
-def _tiles_of(name: str, sizes: Sizes) -> Sequence[Tile]:
+def _tiles_of(product: str, sizes: Sizes) -> Sequence[Tile]:
     """Tiles of one of the products for operands of this size on this GPU, the largest first."""
-    gpu = sizes.gpu
+    gpu, key = sizes.gpu, str(sizes.itemsize)
     if sizes.itemsize == 8 and not gpu.has_float64_cores:
-        return _WITHOUT_CORES[name]
-    found = (_TILES if gpu.has_shared_operands else _FROM_REGISTERS)[name][sizes.itemsize]
+        return _TILES["without cores"][product][key]
+    keyed = _TILES["from shared memory" if gpu.has_shared_operands else "from registers"][product]
+    found = keyed[key]
     if sizes.passes == 3:
-        return (_THREE_PASSES if gpu.has_shared_operands else _THREE_PASSES_FROM_REGISTERS)[name], found[-1]
-    if name == "input" and gpu.has_staged_sums:
+        return *keyed["3 passes"], found[-1]
+    if product == "input" and gpu.has_staged_sums:
         return found[-1:]  # sums of larger ones would fill shared memory
     if len(found) == 3 and not gpu.is_measured:
         return found[1:]  # the widest spills where it is not Hopper's wgmma that it is compiled to
     return found
 
 
-def forward(sizes: Sizes) -> tuple[Tile, Split]:
+def forward(sizes: Sizes) -> Tile:
     """Of y [rows, num_out], reduced over num_in and degrees."""
-    tile = _chosen(_tiles_of("forward", sizes), _FEW_FORWARD, (sizes.rows, sizes.num_out, sizes.num_in), sizes)
+    tile = _chosen(_tiles_of("forward", sizes), _TILES["few"]["forward"]["4"], (sizes.rows, sizes.num_out, sizes.num_in), sizes)
     programs = _tiles(tile, sizes.rows, sizes.num_out)
     if is_large(sizes):
-        return tile, _shared_out(tile, programs, sizes.num_in, sizes.rows * sizes.num_out, sizes)
-    split = _split(tile, programs, sizes.num_in, sizes.terms, sizes, _at_once(tile))
-    most = _at_once(tile) * sizes.gpu.multiprocessors // (programs * split.splits)
-    groups = [g for g in range(1, sizes.terms // _FEWEST_DEGREES + 1) if sizes.terms % g == 0 and g * split.splits <= MOST_SPLITS]
-    return tile, split._replace(groups=max([g for g in groups if g <= most], default=1))
+        return _in_waves(tile, programs, sizes.num_in, sizes.rows * sizes.num_out, sizes)
+    tile = _split(tile, programs, sizes.num_in, sizes.terms, sizes, _at_once(tile))
+    most = min(_at_once(tile) * sizes.gpu.multiprocessors // programs, MEASURED.most_splits) // tile.splits
+    groups = range(1, min(sizes.terms // MEASURED.fewest_degrees, most) + 1)
+    return tile._replace(groups=max([g for g in groups if sizes.terms % g == 0], default=1))
 
 
 def _with_degrees(tile: Tile, sizes: Sizes) -> Tile:
     """Fewer degrees side by side where the last group of them would be nearly empty; tiles are wider then."""
 
     def attained(degrees: int) -> float:
-        filled = sizes.terms / (-(-sizes.terms // degrees) * degrees)
-        return filled * (1.0 if degrees == 8 else 0.9 if degrees > 1 else 0.7)  # a narrow product waits for shared memory
+        return sizes.terms / (-(-sizes.terms // degrees) * degrees) * MEASURED.side_by_side[str(degrees)]
 
-    degrees = max([d for d in (8, 4, 2, 1) if d <= tile.degrees], key=attained)
+    degrees = max([d for d in map(int, MEASURED.side_by_side) if d <= tile.degrees], key=attained)
     return tile._replace(degrees=degrees, block_n=tile.block_n * (2 if degrees <= 2 else 1))
 
 
-def input_gradient(sizes: Sizes) -> tuple[Tile, Split]:
+def input_gradient(sizes: Sizes) -> Tile:
     """Of dx [rows, num_in], reduced over num_out and degrees."""
-    tiles, few = ([_with_degrees(tile, sizes) for tile in found] for found in (_tiles_of("input", sizes), _FEW_INPUT))
+    tiles, few = ([_with_degrees(tile, sizes) for tile in found] for found in (_tiles_of("input", sizes), _TILES["few"]["input"]["4"]))
     tile = _chosen(tiles, few, (sizes.rows, sizes.num_in, sizes.num_out), sizes)
     programs = _tiles(tile, sizes.rows, sizes.num_in)
     if is_large(sizes):
-        return tile, _shared_out(tile, programs, sizes.num_out, sizes.rows * sizes.num_in, sizes)
-    return tile, _split(tile, programs, sizes.num_out, sizes.terms, sizes, each=1, fewest=2)
+        return _in_waves(tile, programs, sizes.num_out, sizes.rows * sizes.num_in, sizes)
+    return _split(tile, programs, sizes.num_out, sizes.terms, sizes, each=1, fewest=2)
 
 
 def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
     """Of dx by the linear layers' main loop, and how many degrees a tile has side by side; None where too much would be empty."""
     degrees = next_power_of_two(sizes.terms)
-    if sizes.itemsize == 8 or sizes.passes != 1 or degrees not in _SIDE_BY_SIDE or not is_large(sizes):
+    if sizes.itemsize == 8 or sizes.passes != 1 or not 4 <= degrees <= 32 or not is_large(sizes):
         return None
     tile = _INPUT_GEMM[sizes.itemsize]
     tiles = -(-sizes.rows // tile.block_m) * -(-sizes.num_in * degrees // tile.block_n)
     done = -(-tiles // sizes.gpu.multiprocessors) * sizes.gpu.multiprocessors * tile.block_m * tile.block_n
-    return (tile, degrees) if sizes.rows * sizes.num_in * sizes.terms >= _LEAST_FILLED * done else None
+    return (tile, degrees) if sizes.rows * sizes.num_in * sizes.terms >= MEASURED.least_filled * done else None
 
 
-def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
+def coefficient_gradient(sizes: Sizes) -> Tile:
     """Of dC, a tile [num_in, num_out] for each few degrees, reduced over rows."""
     tiles = _tiles_of("coefficients", sizes)
     gpu = sizes.gpu
     # For 10.0 the compiler of Triton 3.7 fails at higher tiles that hold all degrees.
-    is_for_it = sizes.rows <= _ONE_STEP.block_k if gpu.is_measured else gpu.has_shared_operands and sizes.terms <= tiles[-1].degrees
+    one_step = _TILES["one step"]["coefficients"]["4"]
+    is_for_it = sizes.rows <= one_step[0].block_k if gpu.is_measured else gpu.has_shared_operands and sizes.terms <= tiles[-1].degrees
     if sizes.itemsize == 4 and is_for_it:
-        tiles = (*tiles[:-1], _ONE_STEP)
-    tile = _chosen(tiles, _FEW_COEFFICIENTS, (sizes.num_in, sizes.num_out, sizes.rows), sizes, sizes.terms)
+        tiles = (*tiles[:-1], *one_step)
+    tile = _chosen(tiles, _TILES["few"]["coefficients"]["4"], (sizes.num_in, sizes.num_out, sizes.rows), sizes, sizes.terms)
     programs = _tiles(tile, sizes.num_in, sizes.num_out) * _groups(tile, sizes.terms)
     if is_large(sizes):
-        results = sizes.num_in * sizes.num_out * sizes.terms
-        return tile, _shared_out(tile, programs, sizes.rows, results, sizes)
-    return tile, _split(tile, programs, sizes.rows, tile.degrees, sizes, _at_once(tile))
+        return _in_waves(tile, programs, sizes.rows, sizes.num_in * sizes.num_out * sizes.terms, sizes)
+    return _split(tile, programs, sizes.rows, tile.degrees, sizes, _at_once(tile))
 
 
 # ---- the kernels for Hopper GPUs: tiles, buffers, and how programs share sums ----------------------
 
 BLOCK_M: Final = 128  # two warpgroups' rows
-WIDEST: Final = 256  # of a product; half of that where sums are kept twice, for three passes
+WIDEST: Final = 2 * BLOCK_M  # of a product; half of that where sums are kept twice, for three passes
 FLUSH_TERMS: Final = 64  # of a float32-class sum that tensor cores, which cut sums off, may add up by themselves
-_MOST_SEGMENTS: Final = 16
 _RING: Final = 196_608  # bytes of a ring of operands
 _REGISTERS: Final = (160, 184)
 _REGISTERS_OF_DX: Final = (232, 40)  # one has derivatives beside the sums, the other makes nothing
-
-
-class Measured(NamedTuple):
-    """Figures of the kernels for Hopper GPUs, measured on one: `measured.json` has them.
-
-    Attributes:
-        narrow: speed of a product half as wide (271 us beside 200 in TF32, for 65536 x 256 -> 256, degree 8).
-        least_rows: share of `LARGE_ROWS` from which on three passes take these kernels, since plain Triton's split every operand in every
-            tile: a tile is three quarters full.
-        least_products: share of `LARGE_PRODUCTS` in the forward pass; half of that in the backward pass, which prepares operands for two.
-        second_stage: seconds of a launch that adds up partial sums, beside their traffic.
-        remade: speed of dC with as many degrees side by side: the fewer, the more often a value's input is read, and the degrees before it
-            made (4096 x 200 -> 800, degree 5: 1.11, 1.25 and 1.75 us a step).
-        summed_up: the same of dx, which goes through the derivatives after each of them.
-    """
-
-    narrow: float
-    least_rows: float
-    least_products: float
-    second_stage: float
-    remade: dict[str, float]
-    summed_up: dict[str, float]
-
-
-MEASURED: Final = Measured(**json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["H200"])
 
 
 class Pipelined(NamedTuple):
@@ -323,38 +303,34 @@ class Pipelined(NamedTuple):
     flush: int  # steps between two additions to the float32 sum; 0: one at the end
     degrees: int
     programs: int
+    work_items: int  # tiles of all splits, or parts of the work, that programs take one after the other
     splits: int = 1  # of the forward reduction
     blocks: int = 0  # of each split
-    work_items: int = 0  # tiles of all splits, or parts of the work, that programs take one after the other
-    registers: tuple[int, int] | None = None  # of a thread that holds sums; of one that makes values
+    registers: tuple[int, int] = _REGISTERS  # of a thread that holds sums; of one that makes values
 
 
 def takes_pipelined(sizes: Sizes, backward: bool) -> bool:
-    """Whether products are large enough, and 16-bit rows of operands can be copied 16 bytes at a time."""
-    if sizes.itemsize == 8:
-        return False
-    rows, products = (MEASURED.least_rows, MEASURED.least_products / (1 + backward)) if sizes.passes == 3 else (1 / 4, 1)
-    copies = sizes.itemsize == 4 or (sizes.num_in % 8 == 0 and sizes.num_out % 8 == 0)
-    work = sizes.rows * sizes.num_in * sizes.num_out * sizes.terms
-    return copies and sizes.rows >= rows * LARGE_ROWS and work >= products * LARGE_PRODUCTS
+    """Whether products are large enough."""
+    rows, products = (least[str(sizes.passes)] for least in (MEASURED.least_rows, MEASURED.least_products))
+    if sizes.passes == 3 and backward:
+        products /= 2
+    return sizes.rows >= rows * MEASURED.large_rows and sizes.products >= products * MEASURED.large_products
 
 
 def _pipelined_tiles(height: int, width: int, block_n: int) -> int:
     return -(-height // BLOCK_M) * -(-width // block_n)
 
 
-def _work(sizes: Sizes) -> float:
-    """Seconds at the peak."""
-    return 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / sizes.gpu.rate(sizes.itemsize)
-
-
 def _widths(sizes: Sizes) -> tuple[int, ...]:
     return (WIDEST // 2,) if sizes.passes == 3 else (WIDEST, WIDEST // 2)
 
 
-def _stages(width: int, block_k: int, sizes: Sizes) -> int:
-    """How many steps' operands a ring holds."""
-    return _RING // ((BLOCK_M + width) * block_k * sizes.itemsize * (2 if sizes.passes == 3 else 1))
+def _pipelined(block_n: int, block_k: int, degrees: int, work_items: int, sizes: Sizes, **others: Any) -> Pipelined:
+    """The launch with as many steps' operands in the ring as it holds, and a program for each multiprocessor at most."""
+    is_split = sizes.passes == 3
+    stages = _RING // ((BLOCK_M + degrees * block_n) * block_k * sizes.itemsize * (2 if is_split else 1))
+    flush = FLUSH_TERMS // block_k if is_split else 0
+    return Pipelined(block_n, block_k, stages, flush, degrees, min(work_items, sizes.gpu.multiprocessors), work_items, **others)
 
 
 def pipelined_forward(sizes: Sizes) -> Pipelined:
@@ -366,18 +342,16 @@ def pipelined_forward(sizes: Sizes) -> Pipelined:
         for width in _widths(sizes):
             tiles = _pipelined_tiles(sizes.rows, sizes.num_out, width)
             filled = sizes.rows * sizes.num_out / (tiles * BLOCK_M * width) * (1.0 if width == WIDEST else MEASURED.narrow)
-            for splits in range(1, min(_MOST_SEGMENTS, blocks) + 1):
+            for splits in range(1, min(MEASURED.most_segments, blocks) + 1):
                 waves = -(-tiles * splits // sizes.gpu.multiprocessors) * sizes.gpu.multiprocessors / (tiles * splits)
                 partial = (2 * splits + 1) * sizes.rows * sizes.num_out * 4 / sizes.gpu.bandwidth if splits > 1 else 0.0
-                yield _work(sizes) * waves / filled + partial, width, splits
+                yield sizes.seconds() * waves / filled + partial, width, splits
 
     _, width, splits = min(candidates())
     each = -(-blocks // splits)
     splits = -(-blocks // each)
     work_items = _pipelined_tiles(sizes.rows, sizes.num_out, width) * splits
-    flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
-    programs = min(work_items, sizes.gpu.multiprocessors)
-    return Pipelined(width, block_k, _stages(width, block_k, sizes), flush, 1, programs, splits, each, work_items, _REGISTERS)
+    return _pipelined(width, block_k, 1, work_items, sizes, splits=splits, blocks=each)
 
 
 def _degrees(sizes: Sizes) -> tuple[int, ...]:
@@ -386,8 +360,7 @@ def _degrees(sizes: Sizes) -> tuple[int, ...]:
         return 4, 2, 1
     # By twos, values would be made anew too often.
     counts = (8, 4) if sizes.terms > 2 else (8, 4, 2)
-    # Each group goes through the degrees before it once more, hence the small preference for many.
-    return (max(counts, key=lambda count: sizes.terms / (-(-sizes.terms // count) * count) * (1 + 0.02 * count)),)
+    return (max(counts, key=lambda count: sizes.terms / (-(-sizes.terms // count) * count) * (1 + MEASURED.many_degrees * count)),)
 
 
 def segments_of(tiles: int, blocks: int, parts: int) -> int:
@@ -400,17 +373,12 @@ def segments_of(tiles: int, blocks: int, parts: int) -> int:
     return max(owner((tile + 1) * blocks - 1) - owner(tile * blocks) + 1 for tile in range(tiles))
 
 
-class _StreamK(NamedTuple):
-    """Tiles of some degrees side by side, whose sums are shared out to parts (stream-k)."""
+def _stream_k(
+    degrees: int, tiles: int, units: int, block_k: int, results: int, speed: float, sizes: Sizes, **others: Any
+) -> tuple[float, int, Pipelined]:
+    """(seconds, degrees, the launch) of tiles whose sums are shared out to the parts that take least time (stream-k).
 
-    seconds: float
-    degrees: int
-    width: int
-    parts: int
-
-
-def _stream_k(degrees: int, tiles: int, units: int, block_k: int, results: int, speed: float, sizes: Sizes) -> _StreamK:
-    """The parts that take least time: their busiest multiprocessor's steps, and the traffic of partial sums.
+    That is their busiest multiprocessor's steps, and the traffic of partial sums.
 
     Args:
         degrees: side by side.
@@ -420,6 +388,7 @@ def _stream_k(degrees: int, tiles: int, units: int, block_k: int, results: int, 
         results: elements.
         speed: of a step, beside the best one's.
         sizes: of the layer.
+        **others: of the launch.
     """
     gpu = sizes.gpu
     width = _widths(sizes)[0]
@@ -432,18 +401,11 @@ def _stream_k(degrees: int, tiles: int, units: int, block_k: int, results: int, 
         return step * busiest + partial
 
     # Whole tiles; tiles in equal parts, which run through the same operands together; or a share for each multiprocessor.
-    choices = [tiles * splits for splits in range(1, min(_MOST_SEGMENTS, units) + 1)]
-    if gpu.multiprocessors <= tiles * min(_MOST_SEGMENTS - 1, units):
+    choices = [tiles * splits for splits in range(1, min(MEASURED.most_segments, units) + 1)]
+    if gpu.multiprocessors <= tiles * min(MEASURED.most_segments - 1, units):
         choices.append(gpu.multiprocessors)
     parts = min(choices, key=seconds)
-    return _StreamK(seconds(parts), degrees, width // degrees, parts)
-
-
-def _pipelined(stream_k: _StreamK, block_k: int, registers: tuple[int, int], sizes: Sizes) -> Pipelined:
-    flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
-    programs = min(stream_k.parts, sizes.gpu.multiprocessors)
-    stages = _stages(stream_k.degrees * stream_k.width, block_k, sizes)
-    return Pipelined(stream_k.width, block_k, stages, flush, stream_k.degrees, programs, work_items=stream_k.parts, registers=registers)
+    return seconds(parts), degrees, _pipelined(width // degrees, block_k, degrees, parts, sizes, **others)
 
 
 def pipelined_input_gradient(sizes: Sizes) -> Pipelined | None:
@@ -451,22 +413,21 @@ def pipelined_input_gradient(sizes: Sizes) -> Pipelined | None:
     if sizes.passes != 3:
         return None
     block_k = 32
-
-    def stream_k(degrees: int) -> _StreamK:
+    found = []
+    for degrees in _degrees(sizes)[:-1]:
         tiles = _pipelined_tiles(sizes.rows, sizes.num_in, WIDEST // 2 // degrees)
         units = -(-sizes.terms // degrees) * -(-sizes.num_out // block_k)
-        return _stream_k(degrees, tiles, units, block_k, sizes.rows * sizes.num_in, MEASURED.summed_up[str(degrees)], sizes)
-
-    return _pipelined(min([stream_k(d) for d in _degrees(sizes) if d > 1]), block_k, _REGISTERS_OF_DX, sizes)
+        given = degrees, tiles, units, block_k, sizes.rows * sizes.num_in, MEASURED.summed_up[str(degrees)], sizes
+        found.append(_stream_k(*given, registers=_REGISTERS_OF_DX))
+    return min(found)[-1]
 
 
 def pipelined_coefficient_gradient(sizes: Sizes) -> Pipelined:
     """Of dC, tiles [num_out, (degree, num_in)], reduced over rows."""
     block_k = 128 // sizes.itemsize
-
-    def stream_k(degrees: int) -> _StreamK:
+    units, results = -(-sizes.rows // block_k), sizes.terms * sizes.num_in * sizes.num_out
+    found = []
+    for degrees in _degrees(sizes):
         tiles = _pipelined_tiles(sizes.num_out, sizes.num_in, _widths(sizes)[0] // degrees) * -(-sizes.terms // degrees)
-        results = sizes.terms * sizes.num_in * sizes.num_out
-        return _stream_k(degrees, tiles, -(-sizes.rows // block_k), block_k, results, MEASURED.remade[str(degrees)], sizes)
-
-    return _pipelined(min([stream_k(degrees) for degrees in _degrees(sizes)]), block_k, _REGISTERS, sizes)
+        found.append(_stream_k(degrees, tiles, units, block_k, results, MEASURED.remade[str(degrees)], sizes))
+    return min(found)[-1]

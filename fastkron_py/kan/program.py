@@ -39,9 +39,9 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
         if precision is None and x.dtype not in HALF_DTYPES and 0 < x.numel() * layer.terms <= _SMALL:
             differentiable = _recorded(layer)
     else:
-        from fastkron_py.kan import triton_backend
+        from fastkron_py.kan import launches
 
-        y = triton_backend.add_forward(build, operands, layer, resolved(precision))
+        y = launches.add_forward(build, operands, layer, resolved(precision))
     return build.program([y], [shape], differentiable=differentiable)
 
 
@@ -56,9 +56,9 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     if not x.numel() or not dy.numel() or backend_of(backend, x, layer) == "torch":
         found = _add_gradients_by_torch(build, operands, needs, layer, precision)
     else:
-        from fastkron_py.kan import triton_backend
+        from fastkron_py.kan import launches
 
-        found = triton_backend.add_gradients(build, operands, needs, layer, resolved(precision))
+        found = launches.add_gradients(build, operands, needs, layer, resolved(precision))
     return build.program(found, wanted((x.shape, coefficients.shape, dy.shape[-1:]), needs))
 
 
@@ -77,7 +77,7 @@ def backend_of(backend: str, x: Tensor, layer: LayerConfig) -> str:
 def _most_shared(x: Tensor, coefficients: Tensor) -> int | None:
     """Bytes of a buffer that stays for as long as all steps take: of large layers no more than the smallest, which cost more in turn."""
     work = x.numel() * coefficients.shape[0] * coefficients.shape[1]
-    return None if work < tuning.LARGE_PRODUCTS else _SHARED
+    return None if work < tuning.MEASURED.large_products else _SHARED
 
 
 def wanted(of_each: Sequence[Any], needs: Sequence[bool]) -> list[Any]:

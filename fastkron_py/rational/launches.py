@@ -1,10 +1,10 @@
-"""Launchers of the rational kernels."""
+"""The launches of rational functions: alone, behind layer normalisation, and on the result of a linear layer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -14,25 +14,7 @@ from fastkron_py.rational.denominators.registry import Denominator, find_denomin
 from fastkron_py.rational.kernels.elementwise import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
 from fastkron_py.rational.kernels.function import epilogue_rational, value_rational
 from fastkron_py.rational.kernels.layer_norm import _columns_kernel, _layer_norm_rational_bwd_kernel, _layer_norm_rational_fwd_kernel
-from fastkron_py.rational.plan import (
-    BACKWARD,
-    BACKWARD_HALF,
-    FEW_BACKWARD,
-    FEW_FORWARD_HALF,
-    FEW_TERMS,
-    FORWARD,
-    FORWARD_HALF,
-    HALF_BYTES,
-    VECTOR_BYTES,
-    LaunchShape,
-    Preference,
-    RowWalk,
-    Runs,
-    find_runs,
-    linear_tile,
-    walk,
-    walk_rows,
-)
+from fastkron_py.rational.plan import MEASURED, VECTOR_BYTES, LaunchShape, RowWalk, Runs, linear_tile, preference, walk, walk_rows
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
@@ -42,21 +24,17 @@ from fastkron_py.tiling.gemm import epilogue_plain
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
 from fastkron_py.tiling.gemm_launch import Gemm, add_gemm, add_rowwise, takes_descriptor
 
-SUM_BLOCK: Final = 4096  # partial sums that a program of the second stage loads at once: few waits for memory
-
 
 def is_approximate(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the GPU's one-instruction reciprocal does, whose error is one unit in the last place of float32."""
     return dtype != torch.float64 and devices.gpu_of(device).has_approximations
 
 
-class Coefficients(NamedTuple):
-    """The problem of a launch on a rational function, without addresses."""
+class Function(NamedTuple):
+    """A rational function in a program: coefficients ``[G, m + 1]`` or ``[1, m + 1]``, and ``[G, n]`` or ``[1, n]``."""
 
-    a_shape: tuple[int, ...]
-    a_strides: tuple[int, ...]
-    b_shape: tuple[int, ...]
-    b_strides: tuple[int, ...]
+    a: Tensor
+    b: Tensor
     denominator: Denominator
     dtype: torch.dtype  # that it is computed in
     device: torch.device
@@ -64,75 +42,64 @@ class Coefficients(NamedTuple):
     @property
     def terms(self) -> int:
         """Coefficients of a group."""
-        return self.a_shape[1] + self.b_shape[1]
+        return self.a.shape[1] + self.b.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """Groups of channels."""
+        return max(self.a.shape[0], self.b.shape[0])
 
     def arguments(self) -> dict[str, Any]:
         """The arguments, by name, of every kernel that evaluates the function."""
         return {
-            "stride_ag": self.a_strides[0] if self.a_shape[0] > 1 else 0,
-            "stride_ai": self.a_strides[1],
-            "stride_bg": self.b_strides[0] if self.b_shape[0] > 1 else 0,
-            "stride_bj": self.b_strides[1],
+            "stride_ag": self.a.stride(0) if self.a.shape[0] > 1 else 0,
+            "stride_ai": self.a.stride(1),
+            "stride_bg": self.b.stride(0) if self.b.shape[0] > 1 else 0,
+            "stride_bj": self.b.stride(1),
             "DENOMINATOR": self.denominator.device.complete(),
-            "A_COUNT": self.a_shape[1],
-            "B_COUNT": self.b_shape[1],
+            "A_COUNT": self.a.shape[1],
+            "B_COUNT": self.b.shape[1],
             "APPROXIMATE": is_approximate(self.dtype, self.device),
             "DTYPE": tl.float64 if self.dtype == torch.float64 else tl.float32,
         }
 
-    def sums(self, count: int, block: int, num_warps: int) -> Launcher:
-        """The second stage of the coefficients' gradients: count partial sums of each, block of them at a time."""
+    def add_sums(self, build: Builder, partial: Tensor, gradients: Sequence[Tensor], count: int, block: int, num_warps: int) -> None:
+        """Add the second stage of the coefficients' gradients: count partial sums of each, block of them at a time."""
         arguments = {
-            "stride_bg": self.b_strides[0],
-            "stride_bj": self.b_strides[1],
+            "stride_bg": self.b.stride(0),
+            "stride_bj": self.b.stride(1),
             "count": count,
-            "A_GROUPS": self.a_shape[0],
-            "B_GROUPS": self.b_shape[0],
-            "A_COUNT": self.a_shape[1],
-            "B_COUNT": self.b_shape[1],
+            "A_GROUPS": self.a.shape[0],
+            "B_GROUPS": self.b.shape[0],
+            "A_COUNT": self.a.shape[1],
+            "B_COUNT": self.b.shape[1],
             "DENOMINATOR": self.denominator.device.complete(),
             "BLOCK": block,
             "num_warps": num_warps,
         }
-        grid = (self.a_shape[0] * self.a_shape[1] + self.b_shape[0] * self.b_shape[1],)
-        return Launcher([LaunchConfig(_rational_coefficients_kernel, grid, arguments)])
+        grid = (self.a.numel() + self.b.numel(),)
+        build.launch(Launcher([LaunchConfig(_rational_coefficients_kernel, grid, arguments)]), (partial, self.b, *gradients))
 
 
-def coefficients(a: Tensor, b: Tensor, version: str, dtypes: Sequence[torch.dtype], device: torch.device) -> Coefficients:
-    """Those of a and b, computed in the wide dtype of all operands."""
-    shapes = tuple(a.shape), a.stride(), tuple(b.shape), b.stride()
-    return Coefficients(*shapes, find_denominator(version), wide_dtype(*dtypes), device)
+def function_of(build: Builder, a: Tensor, b: Tensor, version: str, tensors: Sequence[Tensor]) -> Function:
+    """The function of a and b, computed in the wide dtype of all operands."""
+    return Function(a, b, find_denominator(version), wide_dtype(*[t.dtype for t in (*tensors, a, b)]), build.device)
 
 
-class Problem(NamedTuple):
-    """All that a launch depends on, but for the addresses."""
-
-    runs: Runs
-    function: Coefficients
-    dtypes: tuple[torch.dtype, ...]  # of tensors of x's shape, and of the coefficients
-    need_x: bool = True
-    need_coefficients: bool = True
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of the tensors of x's shape, at most."""
-        return max(d.itemsize for d in self.dtypes[: len(self.runs.row_strides)])
-
-    @property
-    def is_few(self) -> bool:
-        """Whether the coefficients leave registers: they are few, and in float32."""
-        return self.function.dtype == torch.float32 and self.function.terms <= FEW_TERMS
+# ---- the function alone ----------------------------------------------------------------------------
 
 
-def common_arguments(problem: Problem, chosen: LaunchShape, registers: int | None) -> dict[str, Any]:
-    """The arguments that the forward and the backward kernel share, by name; narrow vectors need all registers."""
-    step = chosen.phases * chosen.block
-    is_wide = chosen.vector * problem.itemsize == VECTOR_BYTES
-    # Elsewhere it has not been timed, and spills more; Triton's compilers for other vendors' GPUs refuse its name, whatever its value.
-    is_limited = registers is not None and is_wide and devices.gpu_of(problem.function.device).capability == (9, 0)
-    return {
-        **problem.function.arguments(),
-        **({"maxnreg": registers} if is_limited else {}),
+def _walked(function: Function, runs: Runs, tensors: Sequence[Tensor], backward: bool) -> tuple[LaunchShape, int, dict[str, Any]]:
+    """How programs walk over tensors of x's shape, how many do, and the arguments that both kernels share."""
+    itemsize, gpu = max(t.element_size() for t in tensors), devices.gpu_of(function.device)
+    wanted = preference(backward, itemsize, function.terms if function.dtype == torch.float32 else math.inf)
+    chosen = walk(runs, itemsize, gpu.multiprocessors, wanted)
+    # Narrow vectors need all registers. Elsewhere a limit has not been timed, and spills more; Triton's compilers for other vendors' GPUs
+    # refuse its name, whatever its value.
+    is_limited = wanted.registers is not None and chosen.vector * itemsize == VECTOR_BYTES and gpu.capability == (9, 0)
+    arguments = {
+        **function.arguments(),
+        **({"maxnreg": wanted.registers} if is_limited else {}),
         "total": chosen.total,
         "per_run": chosen.per_run,
         "phases": chosen.phases,
@@ -141,178 +108,118 @@ def common_arguments(problem: Problem, chosen: LaunchShape, registers: int | Non
         "iterations": chosen.iterations,
         "short": chosen.short,
         "long_chunks": chosen.long_chunks,
-        "rows_per_period": 0 if chosen.mode == "flat" else step // chosen.per_run,
-        "GROUPS": problem.runs.groups,
+        "rows_per_period": 0 if chosen.mode == "flat" else chosen.phases * chosen.block // chosen.per_run,
+        "GROUPS": runs.groups,
         "VECTOR": chosen.vector,
         "BLOCK": chosen.block,
         "MODE": chosen.mode,
         "MASKED": chosen.masked,
         "num_warps": chosen.num_warps,
     }
+    return chosen, chosen.programs * runs.groups, arguments
 
 
-def _chosen(problem: Problem, preference: Preference) -> LaunchShape:
-    return walk(problem.runs, problem.itemsize, devices.gpu_of(problem.function.device).multiprocessors, preference)
+def add_forward(build: Builder, runs: Runs, x: Tensor, a: Tensor, b: Tensor, version: str, like: Tensor) -> Tensor:
+    """``P(x) / Q(x)``; arguments as of `torch_backend.add_forward`."""
+    _, programs, arguments = _walked(function_of(build, a, b, version, (x, like)), runs, (x, like), False)
+    strides = dict(zip(("stride_x", "stride_y"), runs.row_strides, strict=True))
+    y = build.empty_like(like)
+    build.launch(Launcher([LaunchConfig(_rational_fwd_kernel, (programs,), strides | arguments)]), (x, a, b, y))
+    return y
 
 
-def _forward_preference(problem: Problem) -> Preference:
-    if problem.itemsize > HALF_BYTES:
-        return FORWARD
-    return FEW_FORWARD_HALF if problem.is_few else FORWARD_HALF
-
-
-def _backward_preference(problem: Problem) -> Preference:
-    if problem.itemsize <= HALF_BYTES:
-        return BACKWARD_HALF
-    return FEW_BACKWARD if problem.is_few else BACKWARD
-
-
-def forward_launcher(problem: Problem, preference: Preference | None = None) -> Launcher:
-    """The launch of a forward pass, on (x, a, b, y)."""
-    preference = preference or _forward_preference(problem)
-    chosen = _chosen(problem, preference)
-    stride_x, stride_y = problem.runs.row_strides
-    strides = {"stride_x": stride_x, "stride_y": stride_y}
-    arguments = strides | common_arguments(problem, chosen, preference.registers)
-    return Launcher([LaunchConfig(_rational_fwd_kernel, (chosen.programs * problem.runs.groups,), arguments)])
-
-
-class BackwardLaunchers(NamedTuple):
-    """The launches of a backward pass.
-
-    Attributes:
-        first: on (x, dy, a, b, dx, partial sums).
-        second: on (partial sums, b, da, db).
-        size: how many partial sums there are.
-        dtype: of these.
-    """
-
-    first: Launcher
-    second: Launcher
-    size: int
-    dtype: torch.dtype
-
-
-def backward_launchers(problem: Problem, preference: Preference | None = None) -> BackwardLaunchers:
-    """The launches of a backward pass; the first one's results that are not needed are not written."""
-    preference = preference or _backward_preference(problem)
-    chosen = _chosen(problem, preference)
-    stride_x, stride_dy, stride_dx = problem.runs.row_strides
-    arguments = {
+def add_gradients(
+    build: Builder, runs: Runs, dy: Tensor, x: Tensor, a: Tensor, b: Tensor, needs: tuple[bool, bool], version: str, like: Tensor
+) -> list[Tensor]:
+    """[dx] + [da, db], those that are needed; arguments as of `torch_backend.add_gradients`."""
+    need_x, need_coefficients = needs
+    function = function_of(build, a, b, version, (x, dy, like))
+    chosen, programs, arguments = _walked(function, runs, (x, dy, like), True)
+    stride_x, stride_dy, stride_dx = runs.row_strides
+    arguments |= {
         **{"stride_x": stride_x, "stride_dy": stride_dy, "stride_dx": stride_dx},
-        **common_arguments(problem, chosen, preference.registers),
-        "B_FIRST": problem.function.denominator.first,
+        "B_FIRST": function.denominator.first,
         "SAME_STRIDES": stride_x == stride_dy == stride_dx,
-        "NEED_X": problem.need_x,
-        "NEED_COEFFICIENTS": problem.need_coefficients,
+        "NEED_X": need_x,
+        "NEED_COEFFICIENTS": need_coefficients,
         "WARPS": chosen.num_warps,
     }
-    groups = problem.runs.groups
-    count = chosen.programs * groups * chosen.num_warps
-    first = Launcher([LaunchConfig(_rational_bwd_kernel, (chosen.programs * groups,), arguments)])
-    second = problem.function.sums(count, SUM_BLOCK, 8)
-    return BackwardLaunchers(first, second, count * problem.function.terms, problem.function.dtype)
-
-
-def problem_of(
-    tensors: Sequence[Tensor],
-    a: Tensor,
-    b: Tensor,
-    version: str,
-    device: torch.device,
-    needs: tuple[bool, bool] = (True, True),
-) -> Problem | None:
-    """The problem on tensors of x's shape; None where they are not made of runs.
-
-    Args:
-        tensors: x and y, or x, dy and dx.
-        a: ``[G, m + 1]`` or ``[1, m + 1]``.
-        b: ``[G, n]`` or ``[1, n]``.
-        version: of the denominator.
-        device: of all.
-        needs: whether dx, and whether da and db are needed.
-    """
-    runs = find_runs(tensors[0].shape, [t.stride() for t in tensors], max(a.shape[0], b.shape[0]))
-    if runs is None:
-        return None
-    dtypes = (*[t.dtype for t in tensors], a.dtype, b.dtype)
-    return Problem(runs, coefficients(a, b, version, dtypes, device), dtypes, *needs)
+    dx = build.empty_like(like) if need_x else x  # a gradient that is not needed is not written
+    count = programs * chosen.num_warps
+    partial = build.empty((count * function.terms,), function.dtype) if need_coefficients else x
+    sums = [build.empty(c.shape, c.dtype) for c in (a, b)] if need_coefficients else []
+    build.launch(Launcher([LaunchConfig(_rational_bwd_kernel, (programs,), arguments)]), (x, dy, a, b, dx, partial))
+    if need_coefficients:
+        function.add_sums(build, partial, sums, count, MEASURED.sum_block, 8)
+    return [dx] * need_x + sums
 
 
 # ---- layer normalisation ---------------------------------------------------------------------------
 
-COLUMN_BLOCK: Final = 64
-PROGRAM_BLOCK: Final = 32
-GROUP_BLOCK: Final = 1024
 
-
-class RowProblem(NamedTuple):
-    """All that a launch depends on, but for the addresses."""
-
-    rows: int
-    channels: int
-    function: Coefficients
-    eps: float
-
-
-def row_problem_of(tensors: Sequence[Tensor], a: Tensor, b: Tensor, eps: float, version: str, device: torch.device) -> RowProblem:
-    """The problem on tensors, first x ``[..., C]``, and on coefficients."""
-    x = tensors[0]
-    function = coefficients(a, b, version, [t.dtype for t in (*tensors, a, b)], device)
-    return RowProblem(x.numel() // x.shape[-1], x.shape[-1], function, eps)
-
-
-def _row_arguments(problem: RowProblem, chosen: RowWalk) -> dict[str, Any]:
-    function = problem.function
-    return {
+def _rows_walked(function: Function, x: Tensor, backward: bool) -> tuple[RowWalk, dict[str, Any]]:
+    """How programs walk over rows of ``x [..., C]``, and the arguments that both kernels share."""
+    channels = x.shape[-1]
+    rows = x.numel() // channels
+    chosen = walk_rows(rows, channels, devices.gpu_of(function.device).multiprocessors, backward)
+    arguments = {
         **function.arguments(),
-        "rows": problem.rows,
-        "CHANNELS": problem.channels,
-        "WIDTH": problem.channels // max(function.a_shape[0], function.b_shape[0]),
+        "rows": rows,
+        "CHANNELS": channels,
+        "WIDTH": channels // function.groups,
         "ROWS": chosen.rows,
         "BLOCK": chosen.block,
         "STAGES": chosen.stages,
         "num_warps": chosen.num_warps,
     }
+    return chosen, arguments
 
 
-def rows_forward_launcher(problem: RowProblem) -> Launcher:
-    """The launch of a forward pass, on (x, weight, bias, a, b, y, mean, reciprocal deviation)."""
-    chosen = walk_rows(problem.rows, problem.channels, devices.gpu_of(problem.function.device).multiprocessors, backward=False)
-    arguments = {"EPS": problem.eps, **_row_arguments(problem, chosen)}
-    return Launcher([LaunchConfig(_layer_norm_rational_fwd_kernel, (chosen.programs,), arguments)])
+def add_layer_norm(build: Builder, tensors: Sequence[Tensor], eps: float, version: str, dtype: torch.dtype) -> list[Tensor]:
+    """[y in this dtype, each row's mean, and its reciprocal deviation].
 
-
-class RowsBackwardLaunchers(NamedTuple):
-    """The launches of a backward pass.
-
-    Attributes:
-        first: on (x, dy, mean, reciprocal deviation, weight, bias, a, b, dx, partial sums).
-        columns: on (partial sums, dweight, dbias, sums of each column).
-        second: on (sums of each column, b, da, db).
-        partial: the shape of the partial sums.
-        dtype: of these.
+    Args:
+        build: of the program.
+        tensors: x ``[..., C]``, weight, bias, numerator and denominator, as `takes_rows` takes them.
+        eps: added to the variance.
+        version: of the denominator.
+        dtype: of y.
     """
+    x, weight, bias, a, b = tensors
+    x = build.contiguous(x)
+    y = build.empty_like(x, dtype=dtype)
+    compute = wide_dtype(x.dtype)
+    mean, rstd = (build.empty((x.numel() // x.shape[-1],), compute) for _ in range(2))
+    chosen, arguments = _rows_walked(function_of(build, a, b, version, (x, weight, bias, y)), x, False)
+    config = LaunchConfig(_layer_norm_rational_fwd_kernel, (chosen.programs,), {"EPS": eps, **arguments})
+    build.launch(Launcher([config]), (x, weight, bias, a, b, y, mean, rstd))
+    return [y, mean, rstd]
 
-    first: Launcher
-    columns: Launcher
-    second: Launcher
-    partial: tuple[int, int, int]
-    dtype: torch.dtype
 
-
-def rows_backward_launchers(problem: RowProblem) -> RowsBackwardLaunchers:
-    """The launches of a backward pass."""
-    chosen = walk_rows(problem.rows, problem.channels, devices.gpu_of(problem.function.device).multiprocessors, backward=True)
-    programs, channels, terms = chosen.programs, problem.channels, problem.function.terms
-    denominator = problem.function.denominator
-    arguments = {**_row_arguments(problem, chosen), "B_FIRST": denominator.first, "HAS_POLES": denominator.has_poles}
-    first = Launcher([LaunchConfig(_layer_norm_rational_bwd_kernel, (programs,), arguments)])
-    sizes = {"programs": programs, "CHANNELS": channels, "BLOCK_P": PROGRAM_BLOCK, "BLOCK_C": COLUMN_BLOCK}
-    grid = ((2 + terms) * -(-channels // COLUMN_BLOCK),)
-    columns = Launcher([LaunchConfig(_columns_kernel, grid, {**sizes, "num_warps": 4})])
-    second = problem.function.sums(channels, GROUP_BLOCK, 4)
-    return RowsBackwardLaunchers(first, columns, second, (2 + terms, programs, channels), problem.function.dtype)
+def add_layer_norm_gradients(build: Builder, dy: Tensor, tensors: Sequence[Tensor], kept: Sequence[Tensor], version: str) -> list[Tensor]:
+    """[dx, dweight, dbias, da, db]; tensors as of `add_layer_norm`, kept as its last two results."""
+    x, weight, bias, a, b = tensors
+    x, dy = build.contiguous(x), build.contiguous(dy)
+    dx, dweight, dbias, *sums = results = [build.empty(t.shape, t.dtype) for t in (x, weight, bias, a, b)]
+    function = function_of(build, a, b, version, (x, dy, weight, bias))
+    chosen, arguments = _rows_walked(function, x, True)
+    programs, channels, terms = chosen.programs, x.shape[-1], function.terms
+    partial = build.empty((2 + terms, programs, channels), function.dtype)
+    of_columns = build.empty((terms, channels), torch.float64)
+    arguments |= {"B_FIRST": function.denominator.first, "HAS_POLES": function.denominator.has_poles}
+    first = LaunchConfig(_layer_norm_rational_bwd_kernel, (programs,), arguments)
+    build.launch(Launcher([first]), (x, dy, *kept, weight, bias, a, b, dx, partial))
+    sizes = {
+        "programs": programs,
+        "CHANNELS": channels,
+        "BLOCK_P": MEASURED.program_block,
+        "BLOCK_C": MEASURED.column_block,
+        "num_warps": 4,
+    }
+    columns = LaunchConfig(_columns_kernel, ((2 + terms) * -(-channels // MEASURED.column_block),), sizes)
+    build.launch(Launcher([columns]), (partial, dweight, dbias, of_columns))
+    function.add_sums(build, of_columns, sums, channels, MEASURED.group_block, 4)
+    return results
 
 
 # ---- a linear layer before the function ------------------------------------------------------------

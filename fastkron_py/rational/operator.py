@@ -25,7 +25,7 @@ from fastkron_py.rational import program, torch_backend
 from fastkron_py.rational.plan import fuses
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import choose_backend
-from fastkron_py.runtime.batching import take, vmap_by_sample
+from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.operator import GradientCall, Operator, Saved
 from fastkron_py.runtime.operator_pair import gradient_operator
@@ -51,14 +51,6 @@ def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
     return GradientCall.of(rational_backward, (dy, *saved.tensors), (*saved.needs, *saved.options), saved.needs)
 
 
-def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
-    x, a, b = tensors
-    if dims[1] is None and dims[2] is None:  # samples are rows
-        return rational.registered(x.movedim(dims[0], 0), a, b, *options), 0
-    found: tuple[Tensor, int] = vmap_by_sample(rational.registered, size, dims, tensors, options)
-    return found
-
-
 def _fake_backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, *options: Any) -> list[Tensor]:
     made = torch.empty_like(x), a.new_empty(a.shape), b.new_empty(b.shape)
     return [t for t, need in zip(made, options, strict=False) if need]
@@ -69,7 +61,7 @@ rational = Operator(
     program=program.forward,
     fake=_fake,
     gradient_call=_gradient_call,
-    vmap=_vmap,
+    vmap="rows",
     in_torch=_in_torch,
 )
 rational_backward = gradient_operator(
@@ -116,16 +108,12 @@ def _rational_linear_in_torch(tensors: Sequence[Any], options: Sequence[Any]) ->
         return linear(_in_torch(operands, options), weight, bias)
 
 
-def _vmap_of_rational_linear(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Any, Any]:
-    return vmap_by_sample(rational_linear.registered, size, dims, tensors, options)
-
-
 rational_linear = Operator(
     f"rational_linear({_TENSORS}, Tensor weight, Tensor? bias, {_OPTIONS}) -> Tensor",
     program=program.rational_linear,
     fake=_fake_rational_linear,
     backward=_backward_of_rational_linear,
-    vmap=_vmap_of_rational_linear,
+    vmap="samples",
     in_torch=_rational_linear_in_torch,
     unsaved=(4,),
 )
@@ -201,17 +189,13 @@ def _backward_of_linear_rational(saved: Saved, dy: Tensor) -> tuple[Tensor | Non
         return dx, dweight, dbias, da, db
 
 
-def _vmap_of_linear_rational(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Any, Any]:
-    return vmap_by_sample(linear_rational.registered, size, dims, tensors, options)
-
-
 linear_rational = Operator(
     "linear_rational(Tensor x, Tensor weight, Tensor? bias, Tensor numerator, Tensor denominator, str version) -> Tensor",
     program=_program,
     saving=partial(_program, keep=True),
     fake=_fake_linear_rational,
     backward=_backward_of_linear_rational,
-    vmap=_vmap_of_linear_rational,
+    vmap="samples",
 )
 
 

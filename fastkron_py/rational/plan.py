@@ -7,19 +7,69 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile, gemm_tile
 
 VECTOR_BYTES: Final = 16  # the widest load of a thread
-HALF_BYTES: Final = 2
 LANES: Final = 32
-PERIODS_LEAST: Final = 4  # a program's steps have to outweigh the lanes that wait in its last one
-PHASES_MOST: Final = 64
-LONG_SHARE: Final = 0.75  # of the periods, those of long chunks
-SHORTER: Final = 4  # a short chunk is so much shorter than a long one
-PROGRAMS_PER_MULTIPROCESSOR: Final = 16  # at least, where there is work for them: about twice the resident ones
+
+
+class Measured(NamedTuple):
+    """Figures of the kernels, measured on one GPU: `measured.json` has them.
+
+    Attributes:
+        periods_least: of a program's, whose steps have to outweigh the lanes that wait in its last one.
+        phases_most: of a period.
+        long_share: of the periods, those of long chunks.
+        shorter: a short chunk is so much shorter than a long one.
+        programs: for each multiprocessor at least, where there is work for them: about twice the resident ones.
+        preferences: by pass, and whether no tensor has more than two bytes an element. In the backward pass programs have one vector a
+            thread and few registers, so that ten share a multiprocessor and hide each other's loads. The sums of a program's iterations
+            are added one after the other, and their errors with them, so programs are not long.
+        few_terms: coefficients in a group at most, with which fewer registers are enough than the compiler takes by itself.
+        few_registers: these.
+        sum_block: partial sums that a program of the second stage loads at once: few waits for memory.
+        group_block: the same behind a layer normalisation, whose sums are one for each column.
+        program_block: programs whose sums of some columns are added at once.
+        column_block: these columns.
+        half: share of the GPU's rate that torch's products of half types reach.
+        fused_half: the same of the fused kernel's main loop, of torch's.
+        fused_tf32: share of its rate that the loop reaches in three passes of TF32.
+        instructions: for a value of P / Q of degrees (5, 4).
+        exposed: share of their time that the other program's products do not hide.
+        separate: share of the bandwidth that the function's own kernel reaches.
+        calls: seconds of torch's linear and of a cached call of `rational`, in Python and the driver.
+        call: seconds of the fused kernel's call, which makes its descriptors anew. On an H100's host the layers of KAT-T and KAT-S, whose
+            kernels take 117 and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
+        gain: at most this share of the time, else it is not worth a kernel of one's own.
+    """
+
+    periods_least: int
+    phases_most: int
+    long_share: float
+    shorter: int
+    programs: int
+    preferences: dict[str, list[Any]]
+    few_terms: int
+    few_registers: int
+    sum_block: int
+    group_block: int
+    program_block: int
+    column_block: int
+    half: float
+    fused_half: float
+    fused_tf32: float
+    instructions: float
+    exposed: float
+    separate: float
+    calls: float
+    call: float
+    gain: float
+
+
+MEASURED: Final = Measured(**json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["H100"])
 
 
 class Runs(NamedTuple):
@@ -161,48 +211,43 @@ class Preference:
     registers: int | None = None
 
 
-# *_HALF hold where no tensor has more than two bytes an element.
-FORWARD: Final = Preference(2, 4, 1)
-FORWARD_HALF: Final = Preference(4, 4, 1)
-# One vector a thread and few registers, so that ten programs share a multiprocessor and hide each other's loads. The sums of a
-# program's iterations are added one after the other, and their errors with them, so programs are not long.
-BACKWARD: Final = Preference(1, 4, 8)
-BACKWARD_HALF: Final = Preference(1, 4, 48, True)
-# With this number of coefficients in a group at most, fewer registers are enough than the compiler takes by itself.
-FEW_TERMS: Final = 10
-FEW_FORWARD_HALF: Final = replace(FORWARD_HALF, registers=40)
-FEW_BACKWARD: Final = replace(BACKWARD, registers=40)
+def preference(backward: bool, itemsize: int, terms: float) -> Preference:
+    """The preference of a pass over tensors of this size; terms: coefficients of a group in float32, infinite in float64."""
+    is_half = itemsize <= 2
+    found = Preference(*MEASURED.preferences[("backward" if backward else "forward") + (", half" if is_half else "")])
+    is_few = terms <= MEASURED.few_terms and is_half is not backward
+    return replace(found, registers=MEASURED.few_registers) if is_few else found
 
 
-def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference) -> LaunchShape:
+def walk(runs: Runs, itemsize: int, multiprocessors: int, wanted: Preference) -> LaunchShape:
     """Choose a launch by closed form.
 
     Args:
         runs: of the tensors, not empty.
         itemsize: of the largest dtype among the tensors.
         multiprocessors: of the device.
-        preference: the number to come close to.
+        wanted: what to come close to.
     """
     vector = vector_width(runs, itemsize)
     # Narrow vectors: more of them, so that a thread has about as many elements.
     narrow = max(1, VECTOR_BYTES // itemsize // vector // 2)
-    vectors = preference.vectors if narrow == 1 else min(preference.vectors, 2) * narrow
-    block = LANES * preference.num_warps * vectors
+    vectors = wanted.vectors if narrow == 1 else min(wanted.vectors, 2) * narrow
+    block = LANES * wanted.num_warps * vectors
     per_run = runs.length // vector
     total = per_run * runs.outer
     tiles = math.ceil(total / block)
     phases, mode = 1, "flat"
     if runs.outer > 1:
         phases, mode = per_run // math.gcd(per_run, block), "rows"
-        if phases > PHASES_MOST or tiles < PERIODS_LEAST * phases:
+        if phases > MEASURED.phases_most or tiles < MEASURED.periods_least * phases:
             phases, mode = (1, "rows") if block % per_run == 0 else (1, "wrap")
     periods = math.ceil(tiles / phases)
-    wanted = periods * phases * runs.groups // (PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
-    iterations = min(max(1, wanted), preference.iterations)
-    short = math.ceil(iterations / SHORTER) if preference.tapers else iterations
-    long_chunks = int(periods * LONG_SHARE) // iterations if preference.tapers else periods // iterations
+    most = periods * phases * runs.groups // (MEASURED.programs * multiprocessors)
+    iterations = min(max(1, most), wanted.iterations)
+    short = math.ceil(iterations / MEASURED.shorter) if wanted.tapers else iterations
+    long_chunks = int(periods * MEASURED.long_share) // iterations if wanted.tapers else periods // iterations
     chunks = long_chunks + math.ceil((periods - long_chunks * iterations) / short)
-    return LaunchShape(vector, block, preference.num_warps, mode, phases, iterations, short, long_chunks, chunks, total, per_run)
+    return LaunchShape(vector, block, wanted.num_warps, mode, phases, iterations, short, long_chunks, chunks, total, per_run)
 
 
 # ---- rows, with layer normalisation ----------------------------------------------------------------
@@ -252,35 +297,6 @@ def walk_rows(rows: int, channels: int, multiprocessors: int, backward: bool) ->
 
 # ---- a linear layer and the function after it: in one kernel or in two -----------------------------
 
-
-class Measured(NamedTuple):
-    """Figures of the two forms of a linear layer and its function, measured on one GPU: `measured.json` has them.
-
-    Attributes:
-        half: share of the GPU's rate that torch's products of half types reach.
-        fused_half: the same of the fused kernel's main loop, of torch's.
-        fused_tf32: share of its rate that the loop reaches in three passes of TF32.
-        instructions: for a value of P / Q of degrees (5, 4).
-        exposed: share of their time that the other program's products do not hide.
-        separate: share of the bandwidth that the function's own kernel reaches.
-        calls: seconds of torch's linear and of a cached call of `rational`, in Python and the driver.
-        call: seconds of the fused kernel's call, which makes its descriptors anew. On an H100's host the layers of KAT-T and KAT-S, whose
-            kernels take 117 and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
-        gain: at most this share of the time, else it is not worth a kernel of one's own.
-    """
-
-    half: float
-    fused_half: float
-    fused_tf32: float
-    instructions: float
-    exposed: float
-    separate: float
-    calls: float
-    call: float
-    gain: float
-
-
-MEASURED: Final = Measured(**json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["H100"])
 
 # Two programs share a multiprocessor: one multiplies while the other evaluates the function. Compiled, they take 104 KiB and 128
 # registers a thread each, also where two results are stored, which take turns in one piece of shared memory.

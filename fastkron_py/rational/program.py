@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,26 +66,25 @@ def add_forward(build: Builder, x: Tensor, a: Tensor, b: Tensor, version: str, d
         return made
     # As they are, x as y lies, both contiguous: dimensions of odd orders, such as channels between which others lie in part, are copied.
     layouts = [(x, y), (torch.empty_like(y, dtype=x.dtype), y), (describe(x.shape, x.dtype), describe(y.shape, y.dtype))]
-    if backend == "torch":
-        runs, (source, target) = _first(layouts, lambda tensors: _runs_of(tensors, a, b))
-        out = torch_backend.add_forward(build, runs, x if source is x else build.copy(x, source), a, b, version, target)
-    else:
-        from fastkron_py.rational import launches
-
-        problem, (source, target) = _first(layouts, lambda tensors: launches.problem_of(tensors, a, b, version, build.device))
-        out = build.empty_like(target)
-        build.launch(launches.forward_launcher(problem), (x if source is x else build.copy(x, source), a, b, out))
+    runs, (source, target) = _first(layouts, a, b)
+    out: Tensor = _steps(backend).add_forward(build, runs, x if source is x else build.copy(x, source), a, b, version, target)
     return out if target is y else build.copy(out, y)
 
 
-def _runs_of(tensors: Sequence[Tensor], a: Tensor, b: Tensor) -> Runs | None:
-    return find_runs(tensors[0].shape, [t.stride() for t in tensors], max(a.shape[0], b.shape[0]))
+def _steps(backend: str) -> Any:
+    """The module that adds a backend's steps on runs."""
+    if backend == "torch":
+        return torch_backend
+    from fastkron_py.rational import launches  # Triton
+
+    return launches
 
 
-def _first(layouts: Sequence[Sequence[Tensor]], find: Callable[[Sequence[Tensor]], Any]) -> tuple[Any, Sequence[Tensor]]:
-    """The function's result for the first memory order that a backend can walk over, and that order; the last one tried is contiguous."""
-    found = ((find(tensors), tensors) for tensors in layouts)
-    return next((one, tensors) for one, tensors in found if one is not None)
+def _first(layouts: Sequence[Sequence[Tensor]], a: Tensor, b: Tensor) -> tuple[Runs, Sequence[Tensor]]:
+    """The first memory order that consists of runs, as these, and as it is; the last one is contiguous."""
+    groups = max(a.shape[0], b.shape[0])
+    found = ((find_runs(tensors[0].shape, [t.stride() for t in tensors], groups), tensors) for tensors in layouts)
+    return next((runs, tensors) for runs, tensors in found if runs is not None)
 
 
 def add_gradients(
@@ -101,38 +100,10 @@ def add_gradients(
     as_dx = tuple([t if t.stride() == dx.stride() else torch.empty_like(dx, dtype=t.dtype) for t in (x, dy)])
     layouts = [(x, dy, dx), (*as_dx, dx), dense]
 
-    def copied(like_x: Tensor, like_dy: Tensor) -> tuple[Tensor, Tensor]:
-        return x if like_x is x else build.copy(x, like_x), dy if like_dy is dy else build.copy(dy, like_dy)
-
-    if backend == "torch":
-        runs, (like_x, like_dy, like_dx) = _first(layouts, lambda tensors: _runs_of(tensors, a, b))
-        x, dy = copied(like_x, like_dy)
-        results = torch_backend.add_gradients(build, runs, dy, x, a, b, needs, version, like_dx)
-    else:
-        from fastkron_py.rational import launches
-
-        problem, (like_x, like_dy, like_dx) = _first(
-            layouts, lambda tensors: launches.problem_of(tensors, a, b, version, build.device, needs)
-        )
-        x, dy = copied(like_x, like_dy)
-        results = _launch_gradients(build, launches.backward_launchers(problem), dy, x, a, b, needs, like_dx)
+    runs, (like_x, like_dy, like_dx) = _first(layouts, a, b)
+    x, dy = x if like_x is x else build.copy(x, like_x), dy if like_dy is dy else build.copy(dy, like_dy)
+    results: list[Tensor] = _steps(backend).add_gradients(build, runs, dy, x, a, b, needs, version, like_dx)
     return [build.copy(results[0], dx), *results[1:]] if needs[0] and like_dx is not dx else results
-
-
-def _launch_gradients(
-    build: Builder, launchers: Any, dy: Tensor, x: Tensor, a: Tensor, b: Tensor, needs: tuple[bool, bool], like: Tensor
-) -> list[Tensor]:
-    """The gradients by kernels; like: without memory, as dx is to be."""
-    need_x, need_coefficients = needs
-    dx = build.empty_like(like) if need_x else x  # a gradient that is not needed is not written
-    if not need_coefficients:
-        build.launch(launchers.first, (x, dy, a, b, dx, x))
-        return [dx]
-    partial = build.empty((launchers.size,), launchers.dtype)
-    sums = [build.empty(c.shape, c.dtype) for c in (a, b)]
-    build.launch(launchers.first, (x, dy, a, b, dx, partial))
-    build.launch(launchers.second, (partial, b, *sums))
-    return [dx] * need_x + sums
 
 
 def _add_empty_gradients(build: Builder, x: Tensor, a: Tensor, b: Tensor, needs: tuple[bool, bool]) -> list[Tensor]:
@@ -181,14 +152,7 @@ def layer_norm_rational(tensors: Sequence[Any], options: tuple[Any, ...]) -> Pro
         y = add_forward(build, h, a, b, version, dtype, backend)
         # The gradients of the composition make a row's mean again.
         return build.program([y, *build.call(unread, (x,), *[describe((rows,), compute) for _ in range(2)])])
-    from fastkron_py.rational import launches
-
-    x = build.contiguous(x)
-    y = build.empty_like(x, dtype=dtype)
-    mean, rstd = (build.empty((rows,), compute) for _ in range(2))
-    problem = launches.row_problem_of((x, weight, bias, y), a, b, eps, version, build.device)
-    build.launch(launches.rows_forward_launcher(problem), (x, weight, bias, a, b, y, mean, rstd))
-    return build.program([y, mean, rstd])
+    return build.program(_steps(backend).add_layer_norm(build, build.inputs, eps, version, dtype))
 
 
 def _add_normalised(build: Builder, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -207,29 +171,16 @@ def layer_norm_gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Pr
     build = Builder(tensors)
     x, a, b = build.inputs[1], *build.inputs[4:6]
     backend = choose_backend(backend, tensors[1])
-    add = _add_gradients_in_one_pass if _is_one_pass(x, a, b, backend) else _add_composed_gradients
-    found = add(build, eps, version, backend)
+    if _is_one_pass(x, a, b, backend):
+        dy, *operands = build.inputs
+        found = _steps(backend).add_layer_norm_gradients(build, dy, operands[:5], operands[5:], version)
+    else:
+        found = _add_composed_gradients(build, eps, version, backend)
     return build.program([f for f, need in zip(found, needs, strict=True) if need])
 
 
-def _add_gradients_in_one_pass(build: Builder, eps: float, version: str, backend: str) -> list[Tensor]:
-    """[dx, dweight, dbias, da, db]."""
-    dy, x, weight, bias, a, b, mean, rstd = build.inputs
-    from fastkron_py.rational import launches
-
-    x, dy = build.contiguous(x), build.contiguous(dy)
-    dx, dweight, dbias, da, db = results = [build.empty(t.shape, t.dtype) for t in (x, weight, bias, a, b)]
-    made = launches.rows_backward_launchers(launches.row_problem_of((x, dy, weight, bias), a, b, eps, version, build.device))
-    partial = build.empty(made.partial, made.dtype)
-    sums = build.empty((made.partial[0] - 2, made.partial[2]), torch.float64)
-    build.launch(made.first, (x, dy, mean, rstd, weight, bias, a, b, dx, partial))
-    build.launch(made.columns, (partial, dweight, dbias, sums))
-    build.launch(made.second, (sums, b, da, db))
-    return results
-
-
 def _add_composed_gradients(build: Builder, eps: float, version: str, backend: str) -> list[Tensor]:
-    """The same of the composition."""
+    """[dx, dweight, dbias, da, db] of the composition."""
     dy, x, weight, bias, a, b, *_ = build.inputs
 
     def of_normalised(dh: Tensor, *given: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.backend import settings
-from fastkron_py.runtime.batching import batchable, batchable_one_by_one, take
+from fastkron_py.runtime.batching import batchable, batchable_one_by_one, take, vmap_by_sample
 from fastkron_py.runtime.call_cache import CACHE, Entry, about, is_logged
 from fastkron_py.runtime.eager import is_functionalizing, takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.program import Program, picker
@@ -144,7 +144,7 @@ class Operator:
         backward: Callable[..., Sequence[Tensor | None]] | None = None,
         gradient_call: Callable[..., GradientCall | None] | None = None,
         jvp: Callable[..., Any] | None = None,
-        vmap: Callable[..., tuple[Any, Any]] | None = None,
+        vmap: Callable[..., tuple[Any, Any]] | str | None = None,
         in_torch: Callable[..., Any] | None = None,
         kept: int = 0,
         unsaved: Sequence[int] = (),
@@ -165,7 +165,8 @@ class Operator:
             gradient_call: from (saved, cotangents ...) to the backward rule as one call, or None where it is more than that. A later
                 backward pass of the same call runs that call's program at once.
             jvp: from (saved, tangents of the tensors) to those of the results.
-            vmap: from (size, dimensions, tensors, options) to (results, their dimensions).
+            vmap: from (size, dimensions, tensors, options) to (results, their dimensions); "samples" for a call for each sample; or "rows"
+                for the same, but one call where the first tensor alone has samples, which are more of its rows.
             in_torch: from (tensors, options) to the results, for transforms, where there is no jvp.
             kept: how many of the results, the last, are for the backward pass alone.
             unsaved: tensors whose values the derivatives do not read, by index.
@@ -177,7 +178,8 @@ class Operator:
         self._build, self._saving, self._kept, self._unsaved, self._scalars = program, saving, kept, frozenset(unsaved), tuple(scalars)
         self._numbers = picker(self._scalars)  # from the options to the numbers that a program is run with
         self._is_single = self._schema.returns == "Tensor"
-        self._gradient_call, self._jvp, self._vmap, self._in_torch, self._places = gradient_call, jvp, vmap, in_torch, places
+        self._gradient_call, self._jvp, self._in_torch, self._places = gradient_call, jvp, in_torch, places
+        self._vmap = partial(self._vmap_by_sample, vmap == "rows") if isinstance(vmap, str) else vmap
         if backward is None and gradient_call is not None:
             backward = lambda saved, *cotangents: gradient_call(saved, *cotangents).run(cotangents[0])  # type: ignore[union-attr] # noqa: E731
         self._backward = backward
@@ -300,6 +302,18 @@ class Operator:
         needs = self._schema.broadcast(ctx.needs_input_grad, ctx.call.count)
         found = self._reverse(ctx, [needs[i] for i in ctx.call.present], ctx.saved_tensors, tuple(cotangents))
         return *self._schema.listed(found), *[None] * self._schema.options
+
+    def _vmap_by_sample(
+        self, has_rows: bool, size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        if has_rows and all([dim is None for dim in dims[1:]]):
+            x, *rest = tensors
+            return self.registered(x.movedim(dims[0], 0), *rest, *options), 0
+
+        def call(*arguments: Any) -> Any:
+            return self.registered(*self._schema.listed(arguments[: len(tensors)]), *options)
+
+        return vmap_by_sample(call, size, dims, tensors, ())
 
     def _vmap_of_operator(self, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         tensors, options = self._schema.split(arguments)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.runtime.batching import take, vmap_by_sample
+from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.operator import Operator, Saved, second_order
 from fastkron_py.runtime.program import Program
 
@@ -86,19 +86,12 @@ def gradient_operator(
             found = second_order(lambda *own: in_torch(own, saved.options[count:]), dy, operands, of_operands)
         return [*found, *[None] * (len(saved.tensors) - count - 1)]
 
-    def vmap(size: int, dims: Sequence[Any], given: Sequence[Any], options: Sequence[Any]) -> Any:
-        def call(*arguments: Any) -> Any:
-            return operator.registered(*operator._schema.listed(arguments[: len(given)]), *arguments[len(given) :])
-
-        return vmap_by_sample(call, size, dims, given, options)
-
-    operator = Operator(
+    return Operator(
         gradient_schema(name, tensors, kept, options),
         program=program,
         fake=fake or fake_gradients(count, bool(kept)),
         backward=second,
-        vmap=vmap,
+        vmap="samples",
         in_torch=gradients_in_torch,
         **others,
     )
-    return operator

@@ -97,6 +97,12 @@ def known(size, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def appended(values, value):
+    """The tuple with one more value."""
+    return values + (value,)  # noqa: RUF005 (Triton has no star in a tuple)
+
+
+@triton.jit
 def tile_of(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """(row, column) of a tile, GROUP rows at a time, so that neighbours in time share operands."""
     first = tile // (GROUP * tiles_n) * GROUP

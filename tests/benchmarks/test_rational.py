@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from rational_cases import problem as make_problem
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
 from benchmarks.rational import activations as benchmark
 from benchmarks.rational import cpu as rational_cpu
-from benchmarks.rational import gradient_kernel as rational_gradient_kernel
 from benchmarks.rational import layers as rational_layers
 from benchmarks.rational import peers as rational_peers
 from benchmarks.rational.activations import OURS, OfGelu, case, check, check_coefficients, inputs
-from fastkron_py import reference
-from fastkron_py.testing import assert_close
-from fastkron_py.tiling.gemm_config import GemmTile
 
 SHAPE = (3, 7, 48)  # groups of 6 channels: blocks that are not full
 DTYPES = ["float32", "bfloat16"]
@@ -68,26 +61,3 @@ def test_linear_layers(keep: bool, device: torch.device) -> None:
     assert rational_layers.check(problem, (y * 1.02, *z) if keep else y * 1.02) > 1e-2
     if keep:
         assert rational_layers.check(problem, (y, z[0].roll(1, 0))) > 0.1
-
-
-# (dtype, version, groups, rows, columns, depth, tile)
-TRIALS: dict[str, tuple[Any, ...]] = {
-    "float32, last tile not full": (torch.float32, "B", (2, 2), 70, 96, 24, GemmTile(32, 32, 16, 4, 2, parts=2)),
-    "bfloat16, shared numerator": (torch.bfloat16, "A", (1, 6), 33, 192, 40, GemmTile(32, 64, 16, 4, 2, parts=2)),
-    "float16, shared denominator": (torch.float16, "C", (4, 1), 20, 128, 16, GemmTile(16, 32, 16, 4, 2, parts=2)),
-    "columns beyond the last": (torch.float32, "N", (3, 3), 16, 48, 16, GemmTile(32, 32, 16, 4, 2, parts=2)),
-}
-
-
-@pytest.mark.parametrize("case", TRIALS)
-def test_gradients_in_the_product(case: str, device: torch.device) -> None:
-    dtype, version, groups, rows, columns, depth, tile = TRIALS[case]
-    z, a, b, _ = make_problem((rows, columns), groups, (5, 4), version, dtype, device)
-    weight, dy = (torch.randn(*s, device=device).to(dtype) for s in ((depth, columns), (rows, depth)))
-    found = rational_gradient_kernel.gradients_program(dy, weight, z, a, b, version, "highest", tile)((dy, weight, z, a, b))
-    leaves = [t.double().requires_grad_() for t in (z, a, b)]
-    want = torch.autograd.grad(reference.rational(*leaves, version=version) @ weight.double().T, leaves, dy.double())
-    # Of half types dz alone is rounded to its dtype; the interpreter cuts bfloat16 off.
-    of_dz = {torch.float32: (3e-6, 3e-5), torch.bfloat16: (8e-3, 3e-2), torch.float16: (1e-3, 4e-3)}[dtype]
-    for f, w, (rms, most) in zip(found, want, (of_dz, (3e-6, 3e-5), (3e-6, 3e-5)), strict=True):
-        assert_close(f, w, rms_tol=rms, max_tol=most)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +109,7 @@ def run_hadamard(dtype: torch.dtype, m: int, bits: int) -> None:
 
 
 def run_kan(rows: int, num_in: int, num_out: int, degree: int, dtype: torch.dtype, precision: str) -> None:
-    from fastkron_py.kan import triton_backend
+    from fastkron_py.kan import launches
     from fastkron_py.kan.bases.registry import find_basis
     from fastkron_py.kan.layer_config import LayerConfig
     from fastkron_py.runtime.builder import Builder
@@ -118,35 +118,27 @@ def run_kan(rows: int, num_in: int, num_out: int, degree: int, dtype: torch.dtyp
     x, dy = torch.empty(rows, num_in, dtype=dtype), torch.empty(rows, num_out, dtype=dtype)
     coefficients = torch.empty(degree + 1, num_out, num_in, dtype=dtype)
     build = Builder((x, coefficients, None))
-    build.program([triton_backend.add_forward(build, tuple(build.inputs), layer, precision)])((x, coefficients))
+    build.program([launches.add_forward(build, tuple(build.inputs), layer, precision)])((x, coefficients))
     build = Builder((dy, x, coefficients))
-    found = triton_backend.add_gradients(build, tuple(build.inputs), (True, True, False), layer, precision)
+    found = launches.add_gradients(build, tuple(build.inputs), (True, True, False), layer, precision)
     build.program(found)((dy, x, coefficients))
 
 
 def run_rational(dtype: torch.dtype, channels: int) -> None:
-    from fastkron_py.rational import launches
+    from fastkron_py.rational import program
 
-    shape = (64, 197, channels)
-    x = torch.empty(1, dtype=dtype).expand(shape)
-    kind = DOUBLE if dtype == DOUBLE else SINGLE
-    a, b = torch.empty(8, 6, dtype=kind), torch.empty(8, 4, dtype=kind)
-    runs = launches.find_runs(shape, [torch.empty(shape, device="meta").stride()] * 3, 8)
-    assert runs is not None
-    function = launches.coefficients(a, b, "B", (kind,), x.device)
-    forward = launches.Problem(runs._replace(row_strides=runs.row_strides[:2]), function, (dtype, dtype, kind, kind))
-    launches.forward_launcher(forward)(x, a, b, x)
-    made = launches.backward_launchers(launches.Problem(runs, function, (dtype, dtype, dtype, kind, kind)))
-    partial = torch.empty(16, dtype=made.dtype)
-    made.first(x, x, a, b, x, partial)
-    made.second(partial, b, a, b)
-    weight, mean, sums = torch.empty(channels, dtype=kind), torch.empty(16, dtype=kind), torch.empty(16, dtype=DOUBLE)
-    normalised = launches.RowProblem(64 * 197, channels, function, 1e-6)
-    launches.rows_forward_launcher(normalised)(x, weight, weight, a, b, x, mean, mean)
-    gradients = launches.rows_backward_launchers(normalised)
-    gradients.first(x, x, mean, mean, weight, weight, a, b, x, mean)
-    gradients.columns(mean, weight, weight, sums)
-    gradients.second(sums, b, a, b)
+    x, kind = torch.empty(64, 197, channels, dtype=dtype), DOUBLE if dtype == DOUBLE else SINGLE
+    a, b, weight = torch.empty(8, 6, dtype=kind), torch.empty(8, 4, dtype=kind), torch.empty(channels, dtype=kind)
+    mean, options = torch.empty(64 * 197, dtype=kind), ("B", dtype, "triton")
+    launch(program.forward, (x, a, b), options)
+    launch(program.gradients, (x, x, a, b), (True, True, True, *options))
+    launch(program.layer_norm_rational, (x, weight, weight, a, b), (1e-6, *options))
+    launch(program.layer_norm_gradients, (x, x, weight, weight, a, b, mean, mean), (*[True] * 5, 1e-6, *options))
+
+
+def launch(build: Callable[..., Any], tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
+    """Build and run a program."""
+    build(tensors, options)(tensors)
 
 
 def run_linear_rational() -> None:

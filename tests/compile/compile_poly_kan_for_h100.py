@@ -83,7 +83,7 @@ def main() -> None:
         }
 
     compile_only(describe)
-    from fastkron_py.kan import triton_backend
+    from fastkron_py.kan import launches
     from fastkron_py.kan.bases.registry import find_basis
     from fastkron_py.kan.layer_config import LayerConfig
     from fastkron_py.runtime import device as devices
@@ -98,9 +98,9 @@ def main() -> None:
         x, dy = torch.empty(rows, num_in, dtype=dtype), torch.empty(rows, num_out, dtype=dtype)
         coefficients = torch.empty(degree + 1, num_out, num_in, dtype=dtype)
         build = Builder((x, coefficients, None))
-        build.program([triton_backend.add_forward(build, tuple(build.inputs), layer, precision)])((x, coefficients))
+        build.program([launches.add_forward(build, tuple(build.inputs), layer, precision)])((x, coefficients))
         build = Builder((dy, x, coefficients))
-        found = triton_backend.add_gradients(build, tuple(build.inputs), (True, True, False), layer, precision)
+        found = launches.add_gradients(build, tuple(build.inputs), (True, True, False), layer, precision)
         build.program(found)((dy, x, coefficients))
 
 

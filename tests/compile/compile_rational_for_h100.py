@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,44 +63,33 @@ def fused(current: dict[str, str]) -> None:
             launches.linear_rational(tensors, ("B",), keep)(tensors)
 
 
+def run(build: Callable[..., Any], tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
+    """Build and run a program."""
+    build(tensors, options)(tensors)
+
+
 def plain(current: dict[str, str]) -> None:
     """The function alone, and its gradients."""
-    from fastkron_py.rational import launches
+    from fastkron_py.rational import program
 
     for current["problem"], (dtype, shape, groups, (m, n), version) in PROBLEMS.items():
-        # Of the large one a view of few elements, whose strides are the dense one's: nothing is read here.
-        x = torch.empty(1, dtype=dtype).expand(shape)
-        dense = torch.empty(shape, device="meta").stride()
-        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        x, kind = torch.empty(shape, dtype=dtype), torch.float64 if dtype == torch.float64 else torch.float32
         a, b = torch.empty(groups, m + 1, dtype=kind), torch.empty(groups, n + (version == "C"), dtype=kind)
-        runs = launches.find_runs(shape, [dense] * 3, groups)
-        function = launches.coefficients(a, b, version, (kind,), x.device)
-        of_forward = launches.Problem(runs._replace(row_strides=runs.row_strides[:2]), function, (dtype, dtype, kind, kind))
-        launches.forward_launcher(of_forward)(x, a, b, x)
-        made = launches.backward_launchers(launches.Problem(runs, function, (dtype, dtype, dtype, kind, kind)))
-        partial = torch.empty(16, dtype=made.dtype)
-        made.first(x, x, a, b, x, partial)
-        made.second(partial, b, a, b)
+        run(program.forward, (x, a, b), (version, dtype, "triton"))
+        run(program.gradients, (x, x, a, b), (True, True, True, version, dtype, "triton"))
 
 
 def normalised(current: dict[str, str]) -> None:
     """Behind a layer normalisation."""
-    from fastkron_py.rational import launches
+    from fastkron_py.rational import program
 
     for current["problem"], (dtype, of_y, rows, channels, groups, version) in NORMALISED.items():
         kind = torch.float64 if dtype == torch.float64 else torch.float32
-        a, b = torch.empty(1, 6, dtype=kind), torch.empty(groups, 4, dtype=kind)
-        weight = torch.empty(channels, dtype=kind)
-        # Of few elements: nothing is read here, and a launch depends on the number of rows that it is told.
-        x, y, mean = torch.empty(16, dtype=dtype), torch.empty(16, dtype=of_y), torch.empty(16, dtype=kind)
-        function = launches.coefficients(a, b, version, (kind,), x.device)
-        made = launches.RowProblem(rows, channels, function, 1e-6)
-        launches.rows_forward_launcher(made)(x, weight, weight, a, b, y, mean, mean)
-        backward = launches.rows_backward_launchers(made)
-        backward.first(x, y, mean, mean, weight, weight, a, b, x, mean)
-        sums = torch.empty(16, dtype=torch.float64)
-        backward.columns(mean, weight, weight, sums)
-        backward.second(sums, b, a, b)
+        a, b, weight = torch.empty(1, 6, dtype=kind), torch.empty(groups, 4, dtype=kind), torch.empty(channels, dtype=kind)
+        x, dy = (torch.empty(rows, channels, dtype=of_tensor) for of_tensor in (dtype, of_y))
+        mean, options = torch.empty(rows, dtype=kind), (1e-6, version, of_y, "triton")
+        run(program.layer_norm_rational, (x, weight, weight, a, b), options)
+        run(program.layer_norm_gradients, (dy, x, weight, weight, a, b, mean, mean), (*[True] * 5, *options))
 
 
 def main() -> None:
@@ -112,9 +102,11 @@ def main() -> None:
 
     compile_only(describe)
     from fastkron_py.rational import launches
+    from fastkron_py.runtime import backend
     from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.gpu import HOPPER
 
+    backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     devices.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
     launches.is_approximate = lambda dtype, device: dtype != torch.float64
     fused(current)

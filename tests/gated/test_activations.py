@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import gated_linear
+from fastkron_py.gated.activations.built_in import sigmoid
 from fastkron_py.gated.activations.registry import find_activation, unregister_activation
 from fastkron_py.nn import Activation, GatedMLP, register_activation, unpack_gated
 
@@ -78,7 +79,7 @@ def test_constants(dtype: torch.dtype, backend_name: str, device: torch.device, 
 
 def test_names_with_constants() -> None:
     plain, other = find_activation("clamped_swiglu"), find_activation("clamped_swiglu(7, 1.702, 1)")
-    assert plain.constants == other.constants == (7.0, 1.702, 1.0, 1.0)
+    assert plain.constants == other.constants == (7.0, 1.702, 1.0, 1.0, sigmoid)
     assert GatedMLP(4, 6, activation="clamped_swiglu(inf, 2)").activation == "clamped_swiglu(inf, 2)"
     for name in ("clamped_swiglu()", "clamped_swiglu(7", "clamped_swiglu(-1)", "clamped_swiglu(1, inf)", "clamped_swiglu(1, 2, 3, 4, 5)"):
         with pytest.raises(ValueError, match=r"activation: expected clamped_swiglu\(limit, alpha, offset, scale\)"):

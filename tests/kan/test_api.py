@@ -18,8 +18,7 @@ from fastkron_py import poly_kan
 from fastkron_py.kan import launches, layer_config, operands, plan, program, torch_backend
 from fastkron_py.kan.api import own_bounds
 from fastkron_py.kan.bases.table import table_error_bound
-from fastkron_py.kan.launches import Stored, stored
-from fastkron_py.kan.plan import Split, Tile
+from fastkron_py.kan.plan import Tile
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import ADA
@@ -50,8 +49,7 @@ def assert_gradients(actual: list[Tensor], expected: list[Tensor], dtype: torch.
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every product for a large one: degree 0 apart, operands transposed."""
-    monkeypatch.setattr(plan, "LARGE_PRODUCTS", 1)
-    monkeypatch.setattr(plan, "LARGE_ROWS", 1)
+    monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(large_products=1, large_rows=1))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -78,17 +76,18 @@ def test_half_types(backend_name: str, device: torch.device, generator: torch.Ge
 def shared_out(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Every reduction over several programs, degrees too, in small tiles; the shapes of the partial sums that are added up."""
     # Two blocks of inputs in three groups of degrees; of outputs two blocks and what is left; of rows one each.
-    monkeypatch.setattr(plan, "forward", lambda sizes: (Tile(16, 16, 16, 4, 2), Split(2, 2, 3)))
-    monkeypatch.setattr(plan, "input_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 2), Split(2, 2)))
-    monkeypatch.setattr(plan, "coefficient_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 4), Split(2, 1)))
+    monkeypatch.setattr(plan, "forward", lambda sizes: Tile(16, 16, 16, 4, 2, 1, 2, 2, 3))
+    monkeypatch.setattr(plan, "input_gradient", lambda sizes: Tile(16, 16, 16, 4, 2, 2, 2, 2))
+    monkeypatch.setattr(plan, "coefficient_gradient", lambda sizes: Tile(16, 16, 16, 4, 2, 4, 2, 1))
     seen: list[tuple[int, ...]] = []
 
-    def noted(splits: int, shape: tuple[int, ...]) -> Stored:
-        found = stored(splits, shape)
-        seen.extend([] if found.partial is None else [found.partial])
-        return found
+    in_splits = launches._in_splits
 
-    monkeypatch.setattr(launches, "stored", noted)
+    def noted(splits: int, out: Tensor) -> Any:
+        seen.extend([(splits, *out.shape)] if splits > 1 else [])
+        return in_splits(splits, out)
+
+    monkeypatch.setattr(launches, "_in_splits", noted)
     return seen
 
 
@@ -311,8 +310,7 @@ def test_against_float64(
     gpu = replace(ADA, multiprocessors=3, has_approximations=False)
     monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
     if is_large:
-        monkeypatch.setattr(plan, "LARGE_PRODUCTS", 1)
-        monkeypatch.setattr(plan, "LARGE_ROWS", 1)
+        monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(large_products=1, large_rows=1))
     x, c, dy = problem(50, 36, 70, 3, dtype, device, generator)
     layer = config_of("chebyshev", 3)
     dx, dc, _ = gradients_of(dy, x, c, layer, "highest", (True, True, True))

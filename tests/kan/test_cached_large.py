@@ -32,11 +32,10 @@ def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pipelined(monkeypatch)
         tile = GemmTile(32, 256, 32, 4, 2, group=2)
         monkeypatch.setattr(plan, "_INPUT_GEMM", {2: tile, 4: tile})
-        monkeypatch.setattr(plan, "_LEAST_FILLED", 0.0)
+        monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(least_filled=0.0))
         gpu = replace(INTERPRETER, multiprocessors=3, has_wgmma=True)
         monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
-    monkeypatch.setattr(plan, "LARGE_PRODUCTS", 1)
-    monkeypatch.setattr(plan, "LARGE_ROWS", 1)
+    monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(large_products=1, large_rows=1))
     with fastkron_py.backend("triton"):
         yield request.param
 

@@ -11,7 +11,7 @@ from poly_kan_cases import BASES, config_of, input_gradient, layer_gradients, pr
 from sampling import in_full
 from torch import Tensor
 
-from fastkron_py.kan import launches, plan, triton_backend
+from fastkron_py.kan import launches, plan
 from fastkron_py.kan.launches import Problem
 from fastkron_py.kan.layer_config import LayerConfig
 from fastkron_py.runtime import device as devices
@@ -27,16 +27,14 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's inte
 def by_gemm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every product is large, on a device with Hopper's copies and few multiprocessors; the choices of what was launched."""
     chosen: list[Any] = []
-    add = triton_backend._add_input_gradient_by_gemm
+    add = launches._add_input_gradient_by_gemm
 
-    def noted(build: Any, problem: Any, choice: Any, *given: Any) -> Tensor:
+    def noted(call: Any, choice: Any) -> Tensor:
         chosen.append(choice)
-        return add(build, problem, choice, *given)
+        return add(call, choice)
 
-    monkeypatch.setattr(triton_backend, "_add_input_gradient_by_gemm", noted)
-    monkeypatch.setattr(plan, "LARGE_PRODUCTS", 1)
-    monkeypatch.setattr(plan, "LARGE_ROWS", 1)
-    monkeypatch.setattr(plan, "_LEAST_FILLED", 0.0)
+    monkeypatch.setattr(launches, "_add_input_gradient_by_gemm", noted)
+    monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(large_products=1, large_rows=1, least_filled=0.0))
     tile = GemmTile(32, 256, 32, 4, 2, group=2)
     monkeypatch.setattr(plan, "_INPUT_GEMM", {2: tile, 4: tile})
     gpu = replace(INTERPRETER, multiprocessors=3, has_wgmma=True)
@@ -109,7 +107,7 @@ def test_what_other_kernels_keep(by_gemm: list[Any], generator: torch.Generator,
     def is_taken(width: int = 40, degree: int = 4, dtype: torch.dtype = torch.float32, precision: str = "high") -> bool:
         x, c, dy = problem(8, width, 8, degree, dtype, torch.device("cpu"), generator)
         sizes = (*x.shape, c.shape[1], x.stride(0), dy.stride(0))
-        return triton_backend.gemm_choice(Problem(*sizes, False, config_of("chebyshev", degree), precision, dtype, x.device)) is not None
+        return launches.gemm_choice(Problem(*sizes, config_of("chebyshev", degree), precision, dtype, x.device)) is not None
 
     assert is_taken()
     assert not is_taken(precision="highest")

@@ -35,21 +35,21 @@ PRODUCTS = {
 def test_splits_cover_the_reduction(name: str) -> None:
     choose, depth_of = PRODUCTS[name]
     for sizes in CASES:
-        tile, split = choose(sizes)
+        tile = choose(sizes)
         blocks = -(-depth_of(sizes) // tile.block_k)
-        assert (split.splits - 1) * split.blocks < blocks <= split.splits * split.blocks
+        assert (tile.splits - 1) * tile.blocks < blocks <= tile.splits * tile.blocks
         for block in tile[:3]:
             assert block >= 16
             assert block & (block - 1) == 0
         assert tile.degrees in (1, 2, 4, 8)
-        assert sizes.terms % split.groups == 0
-        assert split.splits * split.groups <= plan.MOST_SPLITS
-        assert split.groups == 1 or name == "forward"
+        assert sizes.terms % tile.groups == 0
+        assert tile.splits * tile.groups <= plan.MEASURED.most_splits
+        assert tile.groups == 1 or name == "forward"
 
 
 def test_tiles_of_all_degrees_that_compile_for_10_0() -> None:
     """With Triton 3.7, whose compiler fails there where a loop without a choice of degrees has tiles of 64 rows of four bytes."""
     of_few = [s._replace(terms=terms, gpu=BLACKWELL) for s in CASES for terms in (1, 2, 4) if s.itemsize == 4]
-    tiles = [plan.coefficient_gradient(s)[0] for s in of_few if not plan.is_large(s)]
+    tiles = [plan.coefficient_gradient(s) for s in of_few if not plan.is_large(s)]
     assert len(tiles) > 20
     assert [tile for tile in tiles if tile.block_m > 32] == []

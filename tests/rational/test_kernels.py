@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 
 import pytest
@@ -44,13 +43,11 @@ def gradients(p: Problem, need_x: bool = True, need_coefficients: bool = True) -
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Problem, dict[str, object]]:
     """A problem whose walk is that of the name, for both passes."""
     shape, groups, warps, vectors, iterations, mode, masked = WALKS[request.param]
-    if request.param == "wrap":
-        monkeypatch.setattr(tuning, "PHASES_MOST", 0)
+    phases = 0 if request.param == "wrap" else tuning.MEASURED.phases_most
+    monkeypatch.setattr(tuning, "MEASURED", tuning.MEASURED._replace(phases_most=phases, programs=1))
     p = problem(shape, groups)
     preference = Preference(vectors, warps, iterations, tapers=True)
-    monkeypatch.setattr(tuning, "PROGRAMS_PER_MULTIPROCESSOR", 1)
-    for name in ("forward_launcher", "backward_launchers"):
-        monkeypatch.setattr(launches, name, partial(getattr(launches, name), preference=preference))
+    monkeypatch.setattr(launches, "preference", lambda backward, itemsize, terms: preference)
     runs = tuning.find_runs(p.x.shape, [p.x.stride()], groups)
     assert runs is not None
     return p, {"mode": mode, "masked": masked, "walk": tuning.walk(runs, 4, 2, preference)}
@@ -99,12 +96,10 @@ def test_only_nvidia_s_compiler_is_given_a_limit_of_registers(gpu: GPU, dtype: t
     """Other compilers of Triton raise a KeyError, of None as well."""
     monkeypatch.setattr(devices, "gpu_of", lambda _device: gpu)
     p = problem((64, 768), 8, dtype=dtype)
-    forward = launches.problem_of((p.x, p.x), p.a, p.b, "B", p.x.device)
-    backward = launches.problem_of((p.x, p.dy, p.x), p.a, p.b, "B", p.x.device)
-    assert forward is not None
-    assert backward is not None
-    of_both = launches.forward_launcher(forward).configs + launches.backward_launchers(backward).first.configs
-    limits = [config.arguments["maxnreg"] for config in of_both if "maxnreg" in config.arguments]
+    options = "B", dtype, "triton"
+    of_both = program.forward(p[:3], options)._steps + program.gradients((p.dy, p.x, p.a, p.b), (True, True, True, *options))._steps
+    arguments = [step.run.configs[0].arguments for step in of_both]
+    limits = [given["maxnreg"] for given in arguments if "maxnreg" in given]
     assert limits == ([40] if gpu is HOPPER else [])
 
 

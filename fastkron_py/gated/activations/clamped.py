@@ -1,7 +1,7 @@
 """SwiGLU with constants: clamps of both projections, a factor inside the sigmoid, a number added to up, a factor of the result.
 
 ``(clamp(up, -limit, limit) + offset) * scale * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``; GPT-OSS has limit 7, alpha 1.702,
-offset 1 and scale 1. quick_gelu has no limit. The constants C of device functions are (limit, alpha, offset, scale).
+offset 1 and scale 1. quick_gelu has no limit. The constants C of device functions are (limit, alpha, offset, scale, sigmoid).
 """
 
 import math
@@ -23,32 +23,16 @@ def _clamped(x, C: tl.constexpr):
 
 
 @triton.jit
-def _slope(x, g, s, C: tl.constexpr):
-    return tl.where(x > C[0], 0.0, (s + s * (g * (1 - s) * C[1])) * C[3])
-
-
-@triton.jit
 def _value(x, C: tl.constexpr):
     g = _clamped(x, C)
-    return g * sigmoid(g * C[1]) * C[3]
+    return g * C[4](g * C[1]) * C[3]
 
 
 @triton.jit
 def _derivative(x, C: tl.constexpr):
     g = _clamped(x, C)
-    return _slope(x, g, sigmoid(g * C[1]), C)
-
-
-@triton.jit
-def _quick_value(x, C: tl.constexpr):
-    g = _clamped(x, C)
-    return g * quick_sigmoid(g * C[1]) * C[3]
-
-
-@triton.jit
-def _quick_derivative(x, C: tl.constexpr):
-    g = _clamped(x, C)
-    return _slope(x, g, quick_sigmoid(g * C[1]), C)
+    s = C[4](g * C[1])
+    return tl.where(x > C[0], 0.0, (s + s * (g * (1 - s) * C[1])) * C[3])
 
 
 @triton.jit
@@ -81,17 +65,17 @@ def clamped_swiglu(
     def host_up_derivative(x: Tensor) -> Tensor:
         return (x.abs() <= limit).to(x.dtype)
 
+    constants = float(limit), float(alpha), float(offset), float(scale)
     return Activation(
         name,
         host,
         host_derivative,
         _value,
         _derivative,
-        _quick_value,
-        _quick_derivative,
         formula=formula,
         up=Activation("up", host_up, host_up_derivative, _up_value, _up_derivative),
-        constants=(float(limit), float(alpha), float(offset), float(scale)),
+        constants=(*constants, sigmoid),
+        quick_constants=(*constants, quick_sigmoid),
     )
 
 

@@ -30,7 +30,8 @@ class Activation:
         aliases: other names that `nn.GatedMLP` takes for it, as papers call a whole layer by its gate. A name comes before an alias, and an
             earlier activation's alias before a later one's.
         up: another activation, of the other projection: the result is ``up.host(up) * host(gate)``.
-        constants: numbers. With up, all jit functions, those of up too, take them as a second argument, a tuple.
+        constants: numbers and jit functions. With up, all jit functions, those of up too, take them as a second argument, a tuple.
+        quick_constants: the same for the quick functions; none for the same ones.
         allows_overlap: it fits programmatic dependent launch: programs of two launches share a multiprocessor's registers. For
             built-in ones only: tests see it by compiling for an H100.
     """
@@ -45,8 +46,9 @@ class Activation:
     formula: str = ""
     aliases: tuple[str, ...] = ()
     up: Activation | None = None
-    constants: tuple[float, ...] = ()
+    constants: tuple[Any, ...] = ()
     allows_overlap: bool = False
+    quick_constants: tuple[Any, ...] = ()
 
     def gate(self, up: Tensor, gate: Tensor) -> Tensor:
         """The gated result, on the host."""

@@ -15,35 +15,24 @@ from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.optional_triton import tl, triton
 
 # ---- Gegenbauer polynomials ------------------------------------------------------------------------
-# Parts of families that are made of them too: Legendre, derivatives of Chebyshev's second kind.
 # ``C_{n+1} = (2 (n + l) t C_n - (n + 2 l - 1) C_{n-1}) / (n + 1)`` for an index l; ``C^(l)_n' = 2 l C^(l+1)_{n-1}``.
-
-
-@triton.jit
-def gegenbauer_advance(state, d, INDEX: tl.constexpr):
-    """From degree d of the family with this index."""
-    n = d.to(state[1].dtype)
-    share = 1 / (n + 1)
-    return advance(state, 2 * (n + INDEX) * share, (n + (2 * INDEX - 1)) * share)
-
-
-@triton.jit
-def gegenbauer_lowered_advance(state, d, INDEX: tl.constexpr):
-    """From degree d - 1 of the family with this index, or, for d = 0, to its degree 0."""
-    n = d.to(state[1].dtype)
-    share = 1 / tl.maximum(n, n * 0 + 1)
-    a = tl.where(d == 0, n, 2 * (n + (INDEX - 1)) * share)
-    return advance(state, a, tl.where(d == 0, n - 1, (n + (2 * INDEX - 2)) * share))
+# PARAMS is (l,). Other families are made of them too, with an index of their own: Legendre, derivatives of Chebyshev's second kind.
 
 
 @triton.jit
 def _gegenbauer_step(state, d, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return gegenbauer_advance(state, d, PARAMS[0])
+    n = d.to(state[1].dtype)
+    share = 1 / (n + 1)
+    return advance(state, 2 * (n + PARAMS[0]) * share, (n + (2 * PARAMS[0] - 1)) * share)
 
 
 @triton.jit
 def _gegenbauer_derivative_step(state, d, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return gegenbauer_lowered_advance(state, d, PARAMS[0] + 1)
+    """From degree d - 1 of the family with the next index, or, for d = 0, to its degree 0."""
+    n = d.to(state[1].dtype)
+    share = 1 / tl.maximum(n, n * 0 + 1)
+    a = tl.where(d == 0, n, 2 * (n + PARAMS[0]) * share)
+    return advance(state, a, tl.where(d == 0, n - 1, (n + 2 * PARAMS[0]) * share))
 
 
 @triton.jit
@@ -85,22 +74,13 @@ GEGENBAUER: Final = Basis(
 # ---- Legendre polynomials: Gegenbauer polynomials of index 1/2 -------------------------------------
 
 
-@triton.jit
-def _legendre_step(state, d, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return gegenbauer_advance(state, d, 0.5)
-
-
-@triton.jit
-def _legendre_derivative_step(state, d, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return gegenbauer_lowered_advance(state, d, 1.5)
-
-
 LEGENDRE: Final = Basis(
     "legendre",
     lambda t, terms, parameters: gegenbauer_values(t, terms, (0.5,)),
     lambda t, terms, parameters: gegenbauer_derivatives(t, terms, (0.5,)),
-    (from_one, _legendre_step, current_value),
-    (from_zero, _legendre_derivative_step, current_value),
+    GEGENBAUER.value_prologue,
+    GEGENBAUER.derivative_prologue,
+    constants=(0.5,),
     has_constant=True,
     any_dialect=True,
     formula="P_d",
@@ -123,16 +103,6 @@ def chebyshev_step(state, d, TERMS: tl.constexpr, PARAMS: tl.constexpr):
     return twice, twice * current - previous, current
 
 
-@triton.jit
-def _chebyshev_u_derivative_step(state, d, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return gegenbauer_lowered_advance(state, d, 2.0)
-
-
-@triton.jit
-def _chebyshev_u_derivative(state, d, table_ptr, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return 2 * state[1]
-
-
 def chebyshev_u_values(t: Tensor, terms: int, parameters: Parameters = ()) -> Iterator[Tensor]:
     """U_0, U_1, ..., each of t's shape."""
     return recurrence(t, terms, lambda n: 2.0, lambda n: 1.0)
@@ -143,7 +113,8 @@ CHEBYSHEV_U: Final = Basis(
     chebyshev_u_values,
     lambda t, terms, parameters: lowered(lambda k: gegenbauer_values(t, k, (2.0,)), t, terms, lambda n: 2.0),
     (_chebyshev_u_start, chebyshev_step, current_value),
-    (from_zero, _chebyshev_u_derivative_step, _chebyshev_u_derivative),
+    GEGENBAUER.derivative_prologue,
+    constants=(1.0,),
     has_constant=True,
     any_dialect=True,
     formula="U_d",

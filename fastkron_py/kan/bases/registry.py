@@ -54,6 +54,7 @@ class Basis:
         normalization: that of layers that are given none.
         frequency: how fast B_d varies, by its d, to which `nn.smooth_init_` scales coefficients; None where functions differ in
             place instead, as B-splines do.
+        constants: of the prologues, in PARAMS ahead of the parameters.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Basis:
     formula: str = ""
     normalization: str = "tanh"
     frequency: Callable[[int], float] | None = float
+    constants: Parameters = ()
 
 
 def _built_in() -> list[Basis]:

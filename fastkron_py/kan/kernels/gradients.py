@@ -14,7 +14,7 @@ import triton.language as tl
 from fastkron_py.kan.kernels.basis import FIRST_AT, TERMS_AT, basis_value, begin_basis, next_degree, skip_first
 from fastkron_py.kan.kernels.forward import skip_degrees
 from fastkron_py.tiling.gemm import load_tile, store_tile
-from fastkron_py.tiling.products import known, product, tile_of
+from fastkron_py.tiling.products import appended, known, product, tile_of
 
 
 @triton.jit
@@ -179,10 +179,9 @@ def _dcoef_tile(
     first = split * blocks_per_split * BLOCK_K
     last = tl.minimum(first + blocks_per_split * BLOCK_K, rows)
     none = split * 0
-    acc0 = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-    acc1 = acc0
-    acc2 = acc0
-    acc3 = acc0
+    sums = ()
+    for _ in tl.static_range(DEGREES):
+        sums = appended(sums, tl.zeros((BLOCK_M, BLOCK_N), ACC))
     for begin in range(first, last, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         at = k.to(tl.int64)
@@ -200,25 +199,15 @@ def _dcoef_tile(
             low = tl.load(low_ptr + offsets, mask=mask, other=other)
         state = skip_degrees(begin_basis(x.to(ACC), BASIS), none, group, GROUPS, DEGREES, BASIS)
         g = g.to(COMPUTE)
-        acc0, state = _next_degree(acc0, state, first_degree, g, low, table_ptr, BASIS, COMPUTE, PRECISION)
-        if DEGREES > 1:
-            acc1, state = _next_degree(acc1, state, first_degree + 1, g, low, table_ptr, BASIS, COMPUTE, PRECISION)
-        if DEGREES > 2:
-            acc2, state = _next_degree(acc2, state, first_degree + 2, g, low, table_ptr, BASIS, COMPUTE, PRECISION)
-            acc3, state = _next_degree(acc3, state, first_degree + 3, g, low, table_ptr, BASIS, COMPUTE, PRECISION)
-    _store_degree(out_ptr, acc0, first_degree, j, o, num_in, num_out, TERMS, split)
-    if DEGREES > 1:
-        _store_degree(out_ptr, acc1, first_degree + 1, j, o, num_in, num_out, TERMS, split)
-    if DEGREES > 2:
-        _store_degree(out_ptr, acc2, first_degree + 2, j, o, num_in, num_out, TERMS, split)
-        _store_degree(out_ptr, acc3, first_degree + 3, j, o, num_in, num_out, TERMS, split)
-
-
-@triton.jit
-def _next_degree(acc, state, d, g, low, table_ptr, BASIS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
-    """Add degree d's product, and step on; beyond the last degree a table has nothing to read, and the last stands in."""
-    a = basis_value(state, tl.minimum(d, BASIS[TERMS_AT] - 1), table_ptr, BASIS)
-    return product(a.to(COMPUTE), g, low, acc, PRECISION, True), next_degree(state, d, BASIS)
+        added = ()
+        for u in tl.static_range(DEGREES):
+            # Beyond the last degree a table has nothing to read, and the last stands in.
+            a = basis_value(state, tl.minimum(first_degree + u, TERMS - 1), table_ptr, BASIS)
+            added = appended(added, product(a.to(COMPUTE), g, low, sums[u], PRECISION, True))
+            state = next_degree(state, first_degree + u, BASIS)
+        sums = added
+    for u in tl.static_range(DEGREES):
+        _store_degree(out_ptr, sums[u], first_degree + u, j, o, num_in, num_out, TERMS, split)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -83,12 +83,17 @@ VERSION_A: Final = Denominator(
 )
 
 
-# ---- version B, of "Kolmogorov-Arnold Transformer" (Yang and Wang, ICLR 2025) ----------------------
+# ---- versions B, of "Kolmogorov-Arnold Transformer" (Yang and Wang, ICLR 2025), C and D --------------
 
 
 @triton.jit
 def _value_of_b(s):
     return tl.abs(s) + 1.0
+
+
+@triton.jit
+def _value_of_c(s):
+    return tl.abs(s) + tl.full((1, 1), 0.1, s.dtype)
 
 
 @triton.jit
@@ -98,62 +103,39 @@ def _slopes_of_absolute(v, x, s):
     return signed, signed
 
 
-def _host_value_of_b(b: Sequence[Tensor], x: Tensor) -> Tensor:
-    return host_absolute(1, host_polynomial_from_one(b, x))
+def _of_absolute(name: str, constant: float, first: int, of_sum: Any, of_value: Any, **others: Any) -> Denominator:
+    """``constant + |S|`` with S beginning with the first power, by jit functions of S and of the value."""
+    from_one = first == 1
+    polynomial_of = host_polynomial_from_one if from_one else host_polynomial
+    slope_of = host_polynomial_slope_from_one if from_one else host_polynomial_slope
+
+    def value(b: Sequence[Tensor], x: Tensor) -> Tensor:
+        return host_absolute(constant, polynomial_of(b, x))
+
+    def derivatives(b: Sequence[Tensor], x: Tensor) -> Derivatives:
+        s, ds = slope_of(b, x)
+        sign = host_sign(s)
+        return host_signed(constant, sign, s), sign * ds, host_multiples(sign * x if from_one else sign, x, len(b))
+
+    return Denominator(
+        name,
+        f"{constant} + |S(x)|",
+        value,
+        derivatives,
+        DeviceFunctions(unchanged, unchanged_slope, of_sum, of_value, _slopes_of_absolute),
+        first=first,
+        constant=constant,
+        definition=lambda terms: constant + terms.sum(0).abs(),
+        **others,
+    )
 
 
-def _host_derivatives_of_b(b: Sequence[Tensor], x: Tensor) -> Derivatives:
-    s, ds = host_polynomial_slope_from_one(b, x)
-    sign = host_sign(s)
-    return host_signed(1, sign, s), sign * ds, host_multiples(sign * x, x, len(b))
-
-
-VERSION_B: Final = Denominator(
-    "B",
-    "1 + |S(x)|",
-    _host_value_of_b,
-    _host_derivatives_of_b,
-    DeviceFunctions(unchanged, unchanged_slope, polynomial_from_one, _value_of_b, _slopes_of_absolute),
-    # S has a zero at x = 0, and a kink there unless b_1 is zero.
-    smooth_forms=(("N", lambda j: j % 2 == 0), ("N", lambda j: j != 1)),
-    definition=lambda terms: 1 + terms.sum(0).abs(),
-)
-
-
-# Version D: version B, with noise on the numerator's coefficients in training.
+# S has a zero at x = 0, and a kink there unless b_1 is zero.
+_SMOOTH_FORMS: Final = (("N", lambda j: j % 2 == 0), ("N", lambda j: j != 1))
+VERSION_B: Final = _of_absolute("B", 1, 1, polynomial_from_one, _value_of_b, smooth_forms=_SMOOTH_FORMS)
+# Version D: version B, with noise on the numerator's coefficients in training. Version C: S beginning with b_0.
 VERSION_D: Final = VERSION_B.with_noise("D")
-
-
-# ---- version C, S beginning with b_0 ---------------------------------------------------------------
-
-_CONSTANT_OF_C: Final = 0.1
-
-
-@triton.jit
-def _value_of_c(s):
-    return tl.abs(s) + tl.full((1, 1), 0.1, s.dtype)
-
-
-def _host_value_of_c(b: Sequence[Tensor], x: Tensor) -> Tensor:
-    return host_absolute(_CONSTANT_OF_C, host_polynomial(b, x))
-
-
-def _host_derivatives_of_c(b: Sequence[Tensor], x: Tensor) -> Derivatives:
-    s, ds = host_polynomial_slope(b, x)
-    sign = host_sign(s)
-    return host_signed(_CONSTANT_OF_C, sign, s), sign * ds, host_multiples(sign, x, len(b))
-
-
-VERSION_C: Final = Denominator(
-    "C",
-    "0.1 + |S(x)|",
-    _host_value_of_c,
-    _host_derivatives_of_c,
-    DeviceFunctions(unchanged, unchanged_slope, polynomial, _value_of_c, _slopes_of_absolute),
-    first=0,
-    constant=_CONSTANT_OF_C,
-    definition=lambda terms: 0.1 + terms.sum(0).abs(),
-)
+VERSION_C: Final = _of_absolute("C", 0.1, 0, polynomial, _value_of_c)
 
 
 # ---- version N, which may become zero --------------------------------------------------------------

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from fastkron_py.rational.denominators.device import unchanged
-from fastkron_py.rational.kernels.function import _add_coefficients, _appended, _load_coefficients, _rational, _rational_slopes
+from fastkron_py.rational.kernels.function import _add_coefficients, _load_coefficients, _rational, _rational_slopes
+from fastkron_py.tiling.products import appended
 
 # Integers that kernels are not specialised for: constants give the layout of vectors, so nothing would be gained.
 _NUMBERS = (
@@ -38,7 +39,7 @@ def quick_float32(x):
 def _zeros(BLOCK: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
     values = ()
     for _ in tl.static_range(COUNT):
-        values = _appended(values, tl.zeros((BLOCK,), DTYPE))
+        values = appended(values, tl.zeros((BLOCK,), DTYPE))
     return values
 
 

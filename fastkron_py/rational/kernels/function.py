@@ -10,6 +10,7 @@ import triton.language as tl
 from fastkron_py.rational.denominators.device import polynomial, unchanged
 from fastkron_py.tiling.approximations import quick_reciprocal
 from fastkron_py.tiling.gemm import store_tile
+from fastkron_py.tiling.products import appended
 
 # Places in `DeviceFunctions`.
 COEFFICIENT = tl.constexpr(0)
@@ -20,16 +21,11 @@ MINUS_SLOPE = tl.constexpr(5)
 
 
 @triton.jit
-def _appended(values, value):
-    return values + (value,)  # noqa: RUF005 (Triton has no star in a tuple)
-
-
-@triton.jit
 def _load_coefficients(ptr, stride, KEPT, COUNT: tl.constexpr, DTYPE: tl.constexpr):
     """COUNT coefficients, each as the jit function KEPT makes it."""
     values = ()
     for i in tl.static_range(COUNT):
-        values = _appended(values, KEPT(tl.load(ptr + i * stride).to(DTYPE)))
+        values = appended(values, KEPT(tl.load(ptr + i * stride).to(DTYPE)))
     return values
 
 
@@ -87,9 +83,9 @@ def _add_coefficients(
         if k > 1:
             power = power * x
         if k < A_COUNT:
-            next_a = _appended(next_a, sum_a[k] + _term(u, power, k, ALONG))
+            next_a = appended(next_a, sum_a[k] + _term(u, power, k, ALONG))
         if k >= B_FIRST and k < B_FIRST + B_COUNT:
-            next_b = _appended(next_b, sum_b[k - B_FIRST] - _term(even if k % 2 == 0 else odd, power, k, ALONG))
+            next_b = appended(next_b, sum_b[k - B_FIRST] - _term(even if k % 2 == 0 else odd, power, k, ALONG))
     return next_a, next_b
 
 

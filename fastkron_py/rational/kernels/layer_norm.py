@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from fastkron_py.rational.denominators.device import unchanged
-from fastkron_py.rational.kernels.function import _add_coefficients, _appended, _rational, _rational_slopes
+from fastkron_py.rational.kernels.function import _add_coefficients, _rational, _rational_slopes
+from fastkron_py.tiling.products import appended
 
 _NUMBERS = ("rows", "stride_ag", "stride_ai", "stride_bg", "stride_bj")
 
@@ -20,7 +21,7 @@ def _coefficients_of_columns(ptr, group, inside, stride_group, stride, KEPT, COU
     values = ()
     for i in tl.static_range(COUNT):
         value = KEPT(tl.load(ptr + group * stride_group + i * stride, mask=inside, other=0.0).to(DTYPE))
-        values = _appended(values, value[None, :])
+        values = appended(values, value[None, :])
     return values
 
 
@@ -28,7 +29,7 @@ def _coefficients_of_columns(ptr, group, inside, stride_group, stride, KEPT, COU
 def _zero_tiles(ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
     values = ()
     for _ in tl.static_range(COUNT):
-        values = _appended(values, tl.zeros((ROWS, BLOCK), DTYPE))
+        values = appended(values, tl.zeros((ROWS, BLOCK), DTYPE))
     return values
 
 

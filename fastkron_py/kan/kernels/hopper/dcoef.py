@@ -91,12 +91,13 @@ def _make(
     stride_xm,
     BASIS: gl.constexpr,
     TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    PRECISION: gl.constexpr,
-    ALONG: gl.constexpr,
-    ALIGN_IN: gl.constexpr,
+    PLAN: gl.constexpr,
 ):
     """One warpgroup: values of the basis and copies of dy, step by step, which are blocks of rows."""
+    STAGES: gl.constexpr = PLAN[0]
+    PRECISION: gl.constexpr = PLAN[2]
+    ALIGN_IN: gl.constexpr = PLAN[3]
+    ALONG: gl.constexpr = PLAN[4]
     BLOCK_N: gl.constexpr = TILE[0]
     BLOCK_K: gl.constexpr = TILE[1]
     DEGREES: gl.constexpr = TILE[3]
@@ -151,11 +152,7 @@ def _multiply(
     TERMS: gl.constexpr,
     FIRST: gl.constexpr,
     TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    FLUSH: gl.constexpr,
-    PRECISION: gl.constexpr,
-    ALONG: gl.constexpr,
-    ALIGN_IN: gl.constexpr,
+    PLAN: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """One warpgroup, with one half of each tile's o: products of the ring's tiles."""
@@ -168,9 +165,9 @@ def _multiply(
             first_o, first_j, group = _place_of(tile, sizes, TILE)
             start, stop = units_of(tile, begin, end, sizes[3])
             segment = first_segment * (tile == first_tile).to(gl.int64)
-            sums, step = sum_steps(ring, step, stop - start, WIDTH, STAGES, FLUSH, PRECISION, ALONG, HALF)
+            sums, step = sum_steps(ring, step, stop - start, WIDTH, PLAN[0], PLAN[1], PLAN[2], PLAN[4], HALF)
             first_d = FIRST + group * TILE[3]
-            place = (out_ptr, segment, first_d, first_o + HALF * ROWS, first_j, known(sizes[1], ALIGN_IN), sizes[2])
+            place = (out_ptr, segment, first_d, first_o + HALF * ROWS, first_j, known(sizes[1], PLAN[3]), sizes[2])
             store_sums(sums, 0, place, _store_gradients, OPTIONS, WIDTH, ring[0].dtype)
 
 
@@ -230,28 +227,12 @@ def _poly_kan_pipelined_dcoef_kernel(
     BASIS: gl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
     ring = allocate_ring(DTYPE, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, ALONG, 1)
     sizes = (rows, num_in, num_out, blocks, parts)
+    PLAN: gl.constexpr = (STAGES, FLUSH, PRECISION, ALIGN_IN, ALONG)
     gl.warp_specialize(
         [
-            (_multiply, (out_ptr, ring, sizes, TERMS, FIRST, TILE, STAGES, FLUSH, PRECISION, ALONG, ALIGN_IN, 0)),
-            (_multiply, (out_ptr, ring, sizes, TERMS, FIRST, TILE, STAGES, FLUSH, PRECISION, ALONG, ALIGN_IN, 1)),
-            (
-                _make,
-                (
-                    dy_desc,
-                    low_desc,
-                    x_ptr,
-                    table_ptr,
-                    ring,
-                    sizes,
-                    stride_xm,
-                    BASIS,
-                    TILE,
-                    STAGES,
-                    PRECISION,
-                    ALONG,
-                    ALIGN_IN,
-                ),
-            ),
+            (_multiply, (out_ptr, ring, sizes, TERMS, FIRST, TILE, PLAN, 0)),
+            (_multiply, (out_ptr, ring, sizes, TERMS, FIRST, TILE, PLAN, 1)),
+            (_make, (dy_desc, low_desc, x_ptr, table_ptr, ring, sizes, stride_xm, BASIS, TILE, PLAN)),
         ],
         [4, 4],
         REGISTERS,

@@ -105,10 +105,11 @@ def _bring(
     ring,
     sizes,
     TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    PRECISION: gl.constexpr,
+    PLAN: gl.constexpr,
 ):
     """One warpgroup: copies of dy and of a few degrees' coefficients, step by step."""
+    STAGES: gl.constexpr = PLAN[0]
+    PRECISION: gl.constexpr = PLAN[2]
     BLOCK_N: gl.constexpr = TILE[0]
     BLOCK_K: gl.constexpr = TILE[1]
     DEGREES: gl.constexpr = TILE[3]
@@ -146,13 +147,11 @@ def _multiply(
     BASIS: gl.constexpr,
     SLOPE: gl.constexpr,
     TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    FLUSH: gl.constexpr,
-    PRECISION: gl.constexpr,
-    ALIGN_IN: gl.constexpr,
+    PLAN: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """One warpgroup, with one half of each tile's rows: products of the ring's tiles, times the derivatives."""
+    ALIGN_IN: gl.constexpr = PLAN[3]
     BLOCK_N: gl.constexpr = TILE[0]
     DEGREES: gl.constexpr = TILE[3]
     WIDTH: gl.constexpr = DEGREES * BLOCK_N
@@ -174,7 +173,7 @@ def _multiply(
             dx = gl.zeros([ROWS, BLOCK_N], gl.float32, PART)
             for group in range(start // blocks, gl.cdiv(stop, blocks)):
                 count = gl.minimum(stop, (group + 1) * blocks) - gl.maximum(start, group * blocks)
-                sums, step = sum_steps(ring, step, count, WIDTH, STAGES, FLUSH, PRECISION, True, HALF)
+                sums, step = sum_steps(ring, step, count, WIDTH, PLAN[0], PLAN[1], PLAN[2], True, HALF)
                 dx = _add_group(dx, sums, x, group, table_ptr, BLOCK_N, DEGREES, BASIS)
             dx *= SLOPE(x)
             segment = first_segment * (tile == first_tile).to(gl.int64)
@@ -223,47 +222,12 @@ def _poly_kan_pipelined_dx_kernel(
     BASIS: gl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
     ring = allocate_ring(coef_desc.dtype, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 1)
     sizes = (rows, num_in, num_out, parts)
+    PLAN: gl.constexpr = (STAGES, FLUSH, PRECISION, ALIGN_IN)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    x_ptr,
-                    table_ptr,
-                    dx_ptr,
-                    ring,
-                    sizes,
-                    stride_xm,
-                    BASIS,
-                    SLOPE,
-                    TILE,
-                    STAGES,
-                    FLUSH,
-                    PRECISION,
-                    ALIGN_IN,
-                    0,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    x_ptr,
-                    table_ptr,
-                    dx_ptr,
-                    ring,
-                    sizes,
-                    stride_xm,
-                    BASIS,
-                    SLOPE,
-                    TILE,
-                    STAGES,
-                    FLUSH,
-                    PRECISION,
-                    ALIGN_IN,
-                    1,
-                ),
-            ),
-            (_bring, (dy_desc, low_dy_desc, coef_desc, low_desc, ring, sizes, TILE, STAGES, PRECISION)),
+            (_multiply, (x_ptr, table_ptr, dx_ptr, ring, sizes, stride_xm, BASIS, SLOPE, TILE, PLAN, 0)),
+            (_multiply, (x_ptr, table_ptr, dx_ptr, ring, sizes, stride_xm, BASIS, SLOPE, TILE, PLAN, 1)),
+            (_bring, (dy_desc, low_dy_desc, coef_desc, low_desc, ring, sizes, TILE, PLAN)),
         ],
         [4, 4],
         REGISTERS,

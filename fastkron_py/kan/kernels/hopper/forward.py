@@ -47,11 +47,12 @@ def _make(
     stride_xm,
     BASIS: gl.constexpr,
     BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PRECISION: gl.constexpr,
-    ALIGN_IN: gl.constexpr,
+    PLAN: gl.constexpr,
 ):
     """One warpgroup: values of the basis and copies of coefficients, step by step."""
+    STAGES: gl.constexpr = PLAN[0]
+    PRECISION: gl.constexpr = PLAN[2]
+    ALIGN_IN: gl.constexpr = PLAN[3]
     BLOCK_M: gl.constexpr = BLOCKS[0]
     BLOCK_N: gl.constexpr = BLOCKS[1]
     BLOCK_K: gl.constexpr = BLOCKS[2]
@@ -99,10 +100,7 @@ def _multiply(
     NUM: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    FLUSH: gl.constexpr,
-    PRECISION: gl.constexpr,
-    ALIGN_OUT: gl.constexpr,
+    PLAN: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """One warpgroup, with one half of each tile's rows: products of the ring's tiles."""
@@ -111,8 +109,8 @@ def _multiply(
     step = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, column, split, _, blocks = _part_of(item, sizes, BLOCKS)
-        sums, step = sum_steps(ring, step, blocks * NUM, BLOCK_N, STAGES, FLUSH, PRECISION, True, HALF)
-        place = (bias_ptr, y_ptr, split, row * BLOCKS[0] + HALF * ROWS, rows, known(num_out, ALIGN_OUT))
+        sums, step = sum_steps(ring, step, blocks * NUM, BLOCK_N, PLAN[0], PLAN[1], PLAN[2], True, HALF)
+        place = (bias_ptr, y_ptr, split, row * BLOCKS[0] + HALF * ROWS, rows, known(num_out, PLAN[4]))
         store_sums(sums, column * BLOCK_N, place, _store_y, HAS_BIAS, BLOCK_N, ring[0].dtype)
 
 
@@ -171,27 +169,12 @@ def _poly_kan_pipelined_fwd_kernel(
     ring = allocate_ring(coef_desc.dtype, BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 1)
     sizes = (rows, num_in, num_out, blocks_per_split, items)
     BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+    PLAN: gl.constexpr = (STAGES, FLUSH, PRECISION, ALIGN_IN, ALIGN_OUT)
     gl.warp_specialize(
         [
-            (_multiply, (bias_ptr, y_ptr, ring, sizes, NUM, HAS_BIAS, BLOCKS, STAGES, FLUSH, PRECISION, ALIGN_OUT, 0)),
-            (_multiply, (bias_ptr, y_ptr, ring, sizes, NUM, HAS_BIAS, BLOCKS, STAGES, FLUSH, PRECISION, ALIGN_OUT, 1)),
-            (
-                _make,
-                (
-                    x_ptr,
-                    coef_desc,
-                    low_desc,
-                    table_ptr,
-                    ring,
-                    sizes,
-                    stride_xm,
-                    BASIS,
-                    BLOCKS,
-                    STAGES,
-                    PRECISION,
-                    ALIGN_IN,
-                ),
-            ),
+            (_multiply, (bias_ptr, y_ptr, ring, sizes, NUM, HAS_BIAS, BLOCKS, PLAN, 0)),
+            (_multiply, (bias_ptr, y_ptr, ring, sizes, NUM, HAS_BIAS, BLOCKS, PLAN, 1)),
+            (_make, (x_ptr, coef_desc, low_desc, table_ptr, ring, sizes, stride_xm, BASIS, BLOCKS, PLAN)),
         ],
         [4, 4],
         REGISTERS,
