@@ -23,7 +23,7 @@ from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.lazy import ProductOrSum, check_arrays, numbered
 from fastkron_py.kron.operators.modes import sum_matmul, terms
 from fastkron_py.kron.operators.null_space import check_rcond, pseudo_solve
-from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_hermitian, combined, eigenbasis, reduced
+from fastkron_py.kron.operators.pencil import check_hermitian, combined, eigenbasis, reduced
 from fastkron_py.kron.operators.product import KroneckerProduct
 from fastkron_py.runtime.errors import value_error
 
@@ -228,7 +228,7 @@ class KroneckerSum(ProductOrSum):
     def _slogdet(self, factors: list[Any], others: list[Any]) -> tuple[Tensor, Tensor]:
         own = algebra.built([*factors, *others])
         factors, masses = own[: len(factors)], own[len(factors) :]
-        return sum_slogdet(factors, masses, eigenbasis(factors, masses))
+        return spectral.slogdet(factors, masses, None, True, eigenbasis(factors, masses), "masses")
 
     def eigh(self) -> algebra.Eigh:
         """Eigenvalues and eigenvectors of symmetric (Hermitian) factors: ``S = V @ diag(values) @ V.mH``.
@@ -304,19 +304,3 @@ class KroneckerSum(ProductOrSum):
             ValueError: x does not fit, t is not finite, or the sum has mass matrices.
         """
         return self.expm(t) @ x
-
-
-def sum_slogdet(factors: Sequence[Tensor], masses: Sequence[Tensor], basis: Basis, share: Share = WHOLE) -> tuple[Tensor, Tensor]:
-    """Sign (or phase) and log of the absolute value of the determinant.
-
-    Args:
-        factors: square, ``[*batch_i, P_i, P_i]``.
-        masses: one for each factor; none for identities.
-        basis: of the pairs.
-        share: the eigenvalues that this process takes.
-    """
-    sign, log = spectral.log_abs_det(reduced(factors, masses, "masses")[0], None, True, basis, share)
-    if not masses:
-        return sign, log
-    of_masses = algebra.slogdet(masses)
-    return sign * of_masses[0], log + of_masses[1]

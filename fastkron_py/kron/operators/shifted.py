@@ -110,16 +110,11 @@ def slogdet(k: Shifted, basis: Basis | None, share: Share = WHOLE_BASIS) -> tupl
     if basis is None:
         found = torch.linalg.slogdet(dense(k))
         return found.sign, found.logabsdet
-    sign, log = spectral.log_abs_det(reduced(algebra.matrices(k.factors), k.masses, "s")[0], k.shift, False, basis, share)
-    if k.form == EQUAL:
-        count = Columns.of(k.factors).width
-        return (
-            (sign, log)
-            if count == 1
-            else (algebra.monomial([sign], [count], signs=True).to(sign.dtype), algebra.times(log.double(), count).to(log.dtype))
-        )
-    of_diagonal = algebra.slogdet([torch.diag_embed(d) for d in k.diagonals])
-    return sign * of_diagonal[0], log + of_diagonal[1]
+    sign, log = spectral.slogdet(algebra.matrices(k.factors), k.masses, k.shift, False, basis, "s", share)
+    count = Columns.of(k.factors).width  # of equal determinants; identities are built where D is no number
+    if count == 1:
+        return sign, log
+    return algebra.monomial([sign], [count], signs=True).to(sign.dtype), algebra.times(log.double(), count).to(log.dtype)
 
 
 def dense(k: Shifted) -> Tensor:
