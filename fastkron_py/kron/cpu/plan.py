@@ -219,8 +219,18 @@ def _is_small(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -
 def _has_units(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
     rows = sizes.groups * sizes.rows * math.prod([min(m.p, m.q) for m in matrices[:first]])
     columns = sizes.columns * math.prod([min(m.p, m.q) for m in matrices[last:]])
-    work = rows * columns * _steps(sizes, matrices, first, last)[2]
-    return rows * -(-columns // LEAST_COLUMNS) >= sizes.threads or work < THREAD_WORK * 2
+    work, chunks = rows * columns * _steps(sizes, matrices, first, last)[2], -(-columns // LEAST_COLUMNS)
+    return chunks >= sizes.threads or _are_even(sizes, rows * chunks) or work < THREAD_WORK * 2
+
+
+def _are_even(sizes: Sizes, units: int) -> bool:
+    """Whether threads that share these units wait for the last one of them for an eighth of their time at most.
+
+    Gradients take more for another stage than for waiting, unless a thread has no unit at all.
+    """
+    if sizes.is_gradient:
+        return units >= sizes.threads
+    return 8 * sizes.threads * -(-units // sizes.threads) <= 9 * units
 
 
 def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows: int, columns: int) -> Stage:
@@ -230,7 +240,7 @@ def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     vectors = VECTOR // sizes.itemsize * 2
     fitting, is_one = sizes.unit_bytes // sizes.itemsize // widest, len(steps) == 1
     most = max(fitting, ALONE_COLUMNS if is_one else LEAST_COLUMNS)
-    if sizes.groups * rows < sizes.threads:
+    if not _are_even(sizes, sizes.groups * rows):
         most = min(most, max(vectors, -(-columns // sizes.threads)))
     sharing = sizes.threads if sizes.groups * rows < 4 * sizes.threads else 1  # few rows: each thread has as many units
     unit_columns = columns if columns <= most else _evenly(columns, most, vectors, sharing)
