@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Final, NamedTuple
@@ -406,21 +407,18 @@ class _Iterative(IterativeSystem):
 
     is_hermitian: bool = False
 
+    def precondition(self, constants: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
+        """The inverse of the diagonal, where no other one is given."""
+        if self.preconditioner is not None or not constants:
+            return super().precondition(constants, adjoint)
+        scale = constants[0].conj() if adjoint else constants[0]
+        return lambda r: spectral.scaled(r, scale)
+
     def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A^-1 b``."""
-        scale = constants[0] if constants else None
-        scale = scale.conj() if scale is not None and adjoint else scale
-
-        def precondition(r: Tensor) -> Tensor:
-            if self.preconditioner is not None:
-                return self.preconditioner(r)
-            return r if scale is None else spectral.scaled(r, scale)
-
-        if self.is_hermitian and (scale is None or bool((scale.real > 0).all())):
-            try:
-                return IterativeSystem(self.product, self.stop, None, precondition, self.note).invert(b, parameters, (), adjoint)
-            except ValueError:  # not positive definite; of a b that is not finite GMRES says so
-                pass
-        x, found = gmres(lambda p: self.apply(p, parameters, adjoint), precondition, b, self.stop)
+        if self.is_hermitian and all([bool((scale.real > 0).all()) for scale in constants]):
+            with suppress(ValueError):  # not positive definite; of a b that is not finite GMRES says so
+                return super().invert(b, parameters, constants, adjoint)
+        x, found = gmres(lambda p: self.apply(p, parameters, adjoint), self.precondition(constants, adjoint), b, self.stop)
         self.note(found)
         return x

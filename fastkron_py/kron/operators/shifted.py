@@ -272,19 +272,19 @@ class IterativeSystem:
         inside = torch.where(self.mask, x, 0)
         return torch.where(self.mask, self.product.apply(inside, parameters, adjoint), x)
 
+    def precondition(self, constants: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
+        """From a residual to an approximation of ``A^-1 r``, or of ``A^-H r``."""
+        if self.preconditioner is not None:
+            return self.preconditioner
+        if not constants:
+            return lambda r: r
+        own, mask = Preconditioner.of_tensors(constants).function(), self.mask
+        return own if mask is None else lambda r: torch.where(mask, own(torch.where(mask, r, 0)), r)
+
     def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A^-1 b``."""
-        own = None if self.preconditioner is not None or not constants else Preconditioner.of_tensors(constants).function()
-
-        def precondition(r: Tensor) -> Tensor:
-            if self.preconditioner is not None:
-                return self.preconditioner(r)
-            if own is None:
-                return r
-            z = own(r if self.mask is None else torch.where(self.mask, r, 0))
-            return z if self.mask is None else torch.where(self.mask, z, r)
-
-        x, found = conjugate_gradients(lambda p: self.apply(p, parameters, False), precondition, b, self.stop, self.inner)
+        apply, precondition = lambda p: self.apply(p, parameters, False), self.precondition(constants, adjoint)
+        x, found = conjugate_gradients(apply, precondition, b, self.stop, self.inner)
         self.note(found)
         return x
 
