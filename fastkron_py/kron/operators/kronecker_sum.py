@@ -146,40 +146,30 @@ class KroneckerSum(ProductOrSum):
 
     # ---- linear algebra -----------------------------------------------------------------------
 
-    def _dense(self) -> Any:
-        def dense(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
-            return torch.stack([algebra.dense(term).expand(self._shape) for term in terms(factors, masses)]).sum(0)
+    def _total(self, function: Callable[[list[Factor]], Tensor]) -> Any:
+        """The sum of a function of the factors of each term."""
 
-        return self._on_parts(dense)
+        def total(factors: list[Factor], masses: list[Factor]) -> Tensor:
+            one = algebra.matrices([*factors, *masses])[0].new_ones(1, 1)  # a term may have no matrix
+            return reduce(torch.add, [function([one, *term]) for term in terms(factors, masses)])
+
+        return self._on_parts(total, identities=True)
+
+    def _dense(self) -> Any:
+        return self._total(algebra.dense)
 
     def _elements(self, rows: Tensor, columns: Tensor) -> Any:
-        def elements(factors: list[Factor], masses: list[Factor]) -> Tensor:
-            one = algebra.matrices([*factors, *masses])[0].new_ones(1, 1)  # a term may have no matrix
-            return reduce(torch.add, [algebra.elements([one, *term], rows, columns) for term in terms(factors, masses)])
-
-        return self._on_parts(elements, identities=True)
+        return self._total(lambda term: algebra.elements(term, rows, columns))
 
     def diagonal(self) -> Any:
         """The elements ``S[i, i]``, ``[*batch, n]``."""
-
-        def diagonal(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
-            own = [f.diagonal(dim1=-2, dim2=-1) for f in factors]
-            if not masses:
-                return algebra.kron_vectors(own, torch.add)
-            units = [m.diagonal(dim1=-2, dim2=-1) for m in masses]
-            vectors = [algebra.kron_vectors([*units[:i], d, *units[i + 1 :]]) for i, d in enumerate(own)]
-            return torch.stack([v.expand(self._shape[:-1]) for v in vectors]).sum(0)
-
-        return self._on_parts(diagonal)
+        if self._masses:
+            return self._total(algebra.diagonal)
+        return self._on_parts(lambda factors, _: algebra.kron_vectors(algebra.diagonals(factors), torch.add))
 
     def trace(self) -> Any:
         """The sum of the diagonal, ``[*batch]``."""
-
-        def trace(factors: list[Factor], masses: list[Factor]) -> Tensor:
-            one = algebra.matrices([*factors, *masses])[0].new_ones(1, 1)  # a term may have no matrix
-            return torch.stack([algebra.trace([one, *term]).expand(self._shape[:-2]) for term in terms(factors, masses)]).sum(0)
-
-        return self._on_parts(trace, identities=True)
+        return self._total(algebra.trace)
 
     def solve(self, b: Any, *, rcond: float | None = None) -> Any:
         """The x of ``S @ x = b``, by fast diagonalisation: two products with eigenvectors and a scaling.
