@@ -18,9 +18,9 @@ from fastkron_py.distributed.solvers import GridShare, GridSystem, right_hand_bl
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
 from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built
-from fastkron_py.kron.operators.kronecker_sum import sum_slogdet
 from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import combined
+from fastkron_py.kron.operators.spectral import slogdet
 from fastkron_py.kron.operators.spectral import solve as solve_by_basis
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name
@@ -199,7 +199,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         basis = self._basis("slogdet", grid)
         share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):
-            return SlogDet(*sum_slogdet(factors, masses, basis, share))
+            return SlogDet(*slogdet(factors, masses, None, True, basis, "masses", share))
 
 
 def _sum_matmul(

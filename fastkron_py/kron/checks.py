@@ -139,7 +139,9 @@ def _identity(n: Any, name: str) -> int:
     return n if isinstance(n, torch.SymInt) else int(n)  # type: ignore[return-value]
 
 
-def right_hand_side(b: Tensor, n: int, factor_batch: Shape, name: str = "b") -> tuple[Tensor, bool]:
+def right_hand_side(
+    b: Tensor, n: int, factor_batch: Shape, name: str = "b", size: str = "the product of the factors' sizes"
+) -> tuple[Tensor, bool]:
     """A right-hand side ``[n]`` or ``[*batch, n, M]`` as ``[*batch, n, M]`` with the factors' batch dimensions, and whether it is a vector.
 
     Raises:
@@ -148,7 +150,7 @@ def right_hand_side(b: Tensor, n: int, factor_batch: Shape, name: str = "b") -> 
     vector = b.ndim == 1
     axis = -1 if vector else -2
     if b.ndim == 0 or b.shape[axis] != n:
-        raise value_error(name, f"dimension {axis} of size {n}, the product of the factors' sizes", f"shape {tuple(b.shape)}")
+        raise value_error(name, f"dimension {axis} of size {n}, {size}", f"shape {tuple(b.shape)}")
     b = b[:, None] if vector else b
     batch = broadcast_batch([factor_batch, tuple(b.shape[:-2])], f"{name}, factors")
     return b.expand(*batch, *b.shape[-2:]), vector

@@ -331,8 +331,8 @@ def test_threads_of_the_caller_may_run_at_once():
 # ---- plans -----------------------------------------------------------------------------------------
 
 
-def planned(shapes, rows=1, columns=1, threads=1, groups=1):
-    return plan.plan(plan.Sizes(tuple(shapes), groups, rows, columns, 4, threads))
+def planned(shapes, rows=1, columns=1, threads=1, groups=1, **more):
+    return plan.plan(plan.Sizes(tuple(shapes), groups, rows, columns, 4, threads, **more))
 
 
 def test_narrow_neighbours_are_multiplied_out():
@@ -347,9 +347,18 @@ def test_few_elements_that_follow_are_no_vectors():
     by_rows = lambda *given, **sizes: [s.by_rows for stage in planned(*given, **sizes).stages for s in stage.steps]  # noqa: E731
     assert by_rows([(141, 141), (2, 2)], 104) == [False, True]
     assert by_rows([(340, 340)], 200, columns=3) == [True]
-    assert by_rows([(340, 340)], columns=3) == [False]  # it would be copied for one product
+    assert by_rows([(340, 340)], columns=3) == [True]
+    assert by_rows([(340, 340)], columns=3, is_copied=True) == [False]  # for one product
     assert not any(by_rows([(8, 8)] * 4, 1024))
     assert not any(by_rows([(340, 340)], columns=40))
+
+
+def test_few_rows_are_shared_evenly():
+    for rows, threads, stages in [(3, 1, 1), (3, 2, 2), (4, 2, 1), (9, 2, 1), (9, 8, 2)]:
+        found = planned([(300, 300), (451, 451)], rows, threads=threads).stages
+        assert len(found) == stages
+        units = [-(-stage.rows // stage.unit_rows) * -(-stage.columns // stage.unit_columns) for stage in found]
+        assert all([threads * -(-n // threads) <= 9 / 8 * n for n in units])
 
 
 def test_few_columns_become_rows():

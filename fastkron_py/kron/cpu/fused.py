@@ -152,7 +152,8 @@ class Fused:
         groups, rows, _, columns = x.shape
         self._dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         shapes = tuple([(f.shape[1], f.shape[2]) for f in factors])
-        sizes = Sizes(shapes, groups, rows, columns, self._dtype.itemsize, threads, wanted is not None)
+        is_copied = any([f.strides[2] != 1 for f in factors])
+        sizes = Sizes(shapes, groups, rows, columns, self._dtype.itemsize, threads, wanted is not None, is_copied)
         is_turned = turns_columns(sizes)
         rows, columns = (rows * columns, 1) if is_turned else (rows, columns)
         self._sizes = sizes._replace(rows=rows, columns=columns)

@@ -312,7 +312,7 @@ def _write_vector(typing: Any, kind: Any, source: Any, target: Any, width: Any, 
 
 @intrinsic
 def _stays_alone(typing: Any) -> Any:
-    """LLVM copies the function into none of its callers: its loops are large, and compiling them takes most of a first call."""
+    """LLVM copies the function into none of its callers: its loops are large, and a first compilation would take twice as long."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.function.attributes.add("noinline")
@@ -373,13 +373,15 @@ def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
 
 
 @numba.njit(error_model="numpy")
-def _step(kind, f, fp, fq, P, Q, before, after, src, src_row, src_k, dst, dst_row, dst_k, rows, columns, is_last, turned):
-    """A factor ``[P, Q]`` on its mode of rows ``[before, P, after, columns]``; src_k and dst_k are the strides of their modes' elements.
+def _step(kind, matrix, before, after, source, target, rows, columns, is_last, turned):
+    """A matrix on its mode of rows ``[before, P, after, columns]``.
 
+    matrix: address, strides of P and Q, and P and Q.
+    source, target: address, strides of rows and of the elements of a row.
     is_last: whether no elements follow those of the mode, in x as a whole, not only in a unit of one column.
-    turned: 0, or scratch memory for products by the factor's rows, where few elements follow.
+    turned: 0, or scratch memory for products by the matrix's rows, where few elements follow.
     """
-    size = _size(kind)
+    size, (f, fp, fq, P, Q), (src, src_row, src_k), (dst, dst_row, dst_k) = _size(kind), matrix, source, target
     if is_last:
         if rows == 1 or (src_row == before * P and dst_row == before * Q):
             _product(kind, src, P, 1, f, fp, dst, Q, rows * before, P, Q, False)
@@ -483,85 +485,44 @@ def stage(p, kind):
         for unit in range(begin, end):
             row, column = unit // chunks * rows_most, unit % chunks * columns_most
             rows, columns = min(rows_most, L - row), min(columns_most, R - column)
-            u, u_row, u_k = x + (group * x_group + row * x_row + column) * x_size, x_row, x_k
-            target = y + (group * y_group + row * y_row + column) * y_size
+            given = x + (group * x_group + row * x_row + column) * x_size, x_row, x_k
+            result = y + (group * y_group + row * y_row + column) * y_size, y_row, y_k
             if x_kind or (is_whole and x_k != columns):
-                _read(kind, u, x_row, x_k, first, rows, length, columns, x_kind)
-                u, u_row, u_k = first, length * columns, columns
-            src, src_row, src_k = u, u_row, u_k
+                _read(kind, given[0], x_row, x_k, first, rows, length, columns, x_kind)
+                given = first, length * columns, columns
+            source = given
             for i in range(reads):
                 o = HEAD + STEP * i
-                f, fp, fq, P, Q, before, after = p[o] + group * p[o + 1] * size, p[o + 2], p[o + 3], p[o + 4], p[o + 5], p[o + 6], p[o + 7]
-                if i == steps - 1 and not y_kind:
-                    dst, dst_row, dst_k = target, y_row, y_k
-                else:
-                    dst, dst_row, dst_k = first + (i + 1) % slots * buffer, before * Q * after * columns, columns
-                _step(
-                    kind,
-                    f,
-                    fp,
-                    fq,
-                    P,
-                    Q,
-                    before,
-                    after,
-                    src,
-                    src_row,
-                    src_k,
-                    dst,
-                    dst_row,
-                    dst_k,
-                    rows,
-                    columns,
-                    after * R == 1,
-                    spare * p[o + 13],
-                )
-                src, src_row, src_k = dst, dst_row, dst_k
+                P, Q, before, after = p[o + 4], p[o + 5], p[o + 6], p[o + 7]
+                matrix = p[o] + group * p[o + 1] * size, p[o + 2], p[o + 3], P, Q
+                target = first + (i + 1) % slots * buffer, before * Q * after * columns, columns
+                target = result if i == steps - 1 and not y_kind else target
+                _step(kind, matrix, before, after, source, target, rows, columns, after * R == 1, spare * p[o + 13])
+                source = target
             length_out = width
             if is_gradient:
-                src = p[27] + (group * p[28] + row * p[29] + column) * g_size
-                src_row, src_k, length_out = p[29], p[30], length
-                if g_kind or src_k != columns:
-                    dst = first + steps * buffer
-                    _read(kind, src, src_row, src_k, dst, rows, width, columns, g_kind)
-                    src, src_row, src_k = dst, width * columns, columns
+                source = p[27] + (group * p[28] + row * p[29] + column) * g_size, p[29], p[30]
+                length_out = length
+                if g_kind or p[30] != columns:
+                    copy = first + steps * buffer
+                    _read(kind, source[0], p[29], p[30], copy, rows, width, columns, g_kind)
+                    source = copy, width * columns, columns
                 for i in range(steps - 1, -1, -1):
                     o = HEAD + STEP * i
-                    f, fp, fq = p[o + 8] + group * p[o + 9] * size, p[o + 10], p[o + 11]
                     P, Q, before, after = p[o + 4], p[o + 5], p[o + 6], p[o + 7]
                     if p[o + 12] >= 0:
-                        v, v_row = (u, u_row) if i == 0 else (first + i * buffer, before * P * after * columns)
+                        v, v_row = (given[0], given[1]) if i == 0 else (first + i * buffer, before * P * after * columns)
                         z, adds = sums + p[o + 12] * size, unit > begin
-                        _gradient(kind, P, Q, before, after * columns, v, v_row, src, src_row, z, rows, after * R == 1, adds)
-                    if f == 0:
+                        _gradient(kind, P, Q, before, after * columns, v, v_row, source[0], source[1], z, rows, after * R == 1, adds)
+                    if p[o + 8] == 0:
                         break
-                    if i == 0 and not y_kind:
-                        dst, dst_row, dst_k = target, y_row, y_k
-                    else:
-                        dst, dst_row, dst_k = first + (steps + (steps - i) % 2) * buffer, before * P * after * columns, columns
-                    _step(
-                        kind,
-                        f,
-                        fp,
-                        fq,
-                        Q,
-                        P,
-                        before,
-                        after,
-                        src,
-                        src_row,
-                        src_k,
-                        dst,
-                        dst_row,
-                        dst_k,
-                        rows,
-                        columns,
-                        after * R == 1,
-                        spare * p[o + 13],
-                    )
-                    src, src_row, src_k = dst, dst_row, dst_k
+                    matrix = p[o + 8] + group * p[o + 9] * size, p[o + 10], p[o + 11], Q, P
+                    target = first + (steps + (steps - i) % 2) * buffer, before * P * after * columns, columns
+                    target = result if i == 0 and not y_kind else target
+                    _step(kind, matrix, before, after, source, target, rows, columns, after * R == 1, spare * p[o + 13])
+                    source = target
             if y_kind:
-                _round(kind, src, target, y_row, y_k, rows, length_out, columns, y_kind)
+                _round(kind, source[0], result[0], y_row, y_k, rows, length_out, columns, y_kind)
         part = _claim(p, 0)
 
 

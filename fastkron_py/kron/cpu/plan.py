@@ -49,6 +49,7 @@ class Sizes(NamedTuple):
         itemsize: bytes of an element that is computed.
         threads: that share a stage.
         is_gradient: whether gradients are planned.
+        is_copied: whether a factor whose rows are vectors has to be copied for that.
     """
 
     shapes: Shapes
@@ -58,6 +59,11 @@ class Sizes(NamedTuple):
     itemsize: int = 4
     threads: int = 1
     is_gradient: bool = False
+    is_copied: bool = False
+
+    def copy_cost(self, elements: int) -> float:
+        """Of a matrix's rows as vectors."""
+        return COPY * self.threads * elements if self.is_copied or self.is_gradient else 0.0
 
     @property
     def unit_bytes(self) -> int:
@@ -145,7 +151,7 @@ def turns_columns(sizes: Sizes) -> bool:
     width = sum([math.prod([shape[side] for shape in sizes.shapes]) for side in (0, 1)])
     turned = plan(sizes._replace(rows=sizes.rows * sizes.columns, columns=1))
     last = max([m.p * m.q for m in turned.matrices[-2:]])  # whose rows are vectors then; a factor of one element may follow it
-    moved = TURN * sizes.rows * sizes.columns * width + COPY * sizes.threads * last
+    moved = TURN * sizes.rows * sizes.columns * width + sizes.copy_cost(last)
     return turned.cost + sizes.groups * moved < plan(sizes).cost
 
 
@@ -191,9 +197,10 @@ def _steps(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
 
 def _is_by_rows(sizes: Sizes, matrix: Matrix, count: int, after: int) -> bool:
     """Whether the matrix's rows are vectors, in products of this number: it may have to be copied for that."""
-    (_, _, p, q), half = matrix, VECTOR // sizes.itemsize // 2
-    by_rows = count * (_product_cost(after, p, q, half) + TURN * q * after) + COPY * sizes.threads * p * q
-    return 1 < after < 4 * half and by_rows < count * _product_cost(q, p, after, half)
+    if not 1 < after < 2 * VECTOR // sizes.itemsize:
+        return False
+    by_rows = count * _by_rows_cost(sizes, matrix, after) + sizes.copy_cost(matrix.p * matrix.q)
+    return by_rows < count * _by_scalars_cost(sizes, matrix, after)
 
 
 def _widest(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> int:
@@ -219,8 +226,18 @@ def _is_small(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -
 def _has_units(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
     rows = sizes.groups * sizes.rows * math.prod([min(m.p, m.q) for m in matrices[:first]])
     columns = sizes.columns * math.prod([min(m.p, m.q) for m in matrices[last:]])
-    work = rows * columns * _steps(sizes, matrices, first, last)[2]
-    return rows * -(-columns // LEAST_COLUMNS) >= sizes.threads or work < THREAD_WORK * 2
+    work, chunks = rows * columns * _steps(sizes, matrices, first, last)[2], -(-columns // LEAST_COLUMNS)
+    return chunks >= sizes.threads or _are_even(sizes, rows * chunks) or work < THREAD_WORK * 2
+
+
+def _are_even(sizes: Sizes, units: int) -> bool:
+    """Whether threads that share these units wait for the last one of them for an eighth of their time at most.
+
+    Gradients take more for another stage than for waiting, unless a thread has no unit at all.
+    """
+    if sizes.is_gradient:
+        return units >= sizes.threads
+    return 8 * sizes.threads * -(-units // sizes.threads) <= 9 * units
 
 
 def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows: int, columns: int) -> Stage:
@@ -230,7 +247,7 @@ def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     vectors = VECTOR // sizes.itemsize * 2
     fitting, is_one = sizes.unit_bytes // sizes.itemsize // widest, len(steps) == 1
     most = max(fitting, ALONE_COLUMNS if is_one else LEAST_COLUMNS)
-    if sizes.groups * rows < sizes.threads:
+    if not _are_even(sizes, sizes.groups * rows):
         most = min(most, max(vectors, -(-columns // sizes.threads)))
     sharing = sizes.threads if sizes.groups * rows < 4 * sizes.threads else 1  # few rows: each thread has as many units
     unit_columns = columns if columns <= most else _evenly(columns, most, vectors, sharing)
@@ -275,13 +292,24 @@ def _cost(sizes: Sizes, matrix: Matrix, before: int, after: int) -> float:
     if after == 1:
         cost = sizes.groups * _product_cost(count, p, q, half)
     else:
-        cost = sizes.groups * count * min(_product_cost(q, p, after, half), _product_cost(after, p, q, half) + TURN * q * after)
+        cost = sizes.groups * count * min(_by_scalars_cost(sizes, matrix, after), _by_rows_cost(sizes, matrix, after))
     cost += PASS * sizes.groups * count * (p + q) * after / (2 * half)
     forms = FORM * p * q * sizes.groups if matrix.last > matrix.first + 1 else 0.0
     if sizes.is_gradient:  # a product more, and the sums of the gradient
         slices = count / (2 * half) if after == 1 else count * (-(-after // (2 * half)) + DOT)
         return 2 * (cost + forms) + sizes.groups * p * q * slices
     return cost + forms
+
+
+def _by_rows_cost(sizes: Sizes, matrix: Matrix, after: int) -> float:
+    """Of a mode's product by the matrix's rows, whose result is turned."""
+    return _product_cost(after, matrix.p, matrix.q, VECTOR // sizes.itemsize // 2) + TURN * matrix.q * after
+
+
+def _by_scalars_cost(sizes: Sizes, matrix: Matrix, after: int) -> float:
+    """Of a mode's product by the matrix's elements: a scalar for each vector, so that a part of one takes as long as a whole one."""
+    half = VECTOR // sizes.itemsize // 2
+    return _product_cost(matrix.q, matrix.p, max(after, 2 * half), half)
 
 
 def _product_cost(rows: int, terms: int, width: int, half: int) -> float:

@@ -257,11 +257,6 @@ def _weights(factors: Sequence[Factor]) -> list[int]:
     return [math.prod(sizes[:i] + sizes[i + 1 :]) for i, f in enumerate(factors) if isinstance(f, Tensor)]
 
 
-def logdet(factors: Sequence[Factor]) -> Tensor:
-    """Log det K: NaN for a negative determinant, the complex logarithm for complex factors."""
-    return log_of(*slogdet(factors))
-
-
 def log_of(sign: Tensor, log: Tensor) -> Tensor:
     """Log of a determinant from its parts: NaN where the sign is negative, the complex logarithm for a phase."""
     if sign.is_complex():

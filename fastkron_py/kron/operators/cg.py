@@ -82,10 +82,19 @@ class Inner:
 WHOLE: Final = Inner()
 
 
-def _worst(squares: Tensor, start: Tensor) -> Tensor:
-    """The largest relative residual; columns of b that are 0 have none."""
-    ratio = torch.where(start > 0, (squares / start).sqrt(), 0.0)
+def worst(sizes: Tensor, start: Tensor) -> Tensor:
+    """The largest ratio of sizes of residuals to those of b; columns of b that are 0 have none."""
+    ratio = torch.where(start > 0, sizes / start, 0.0)
     return ratio.max() if ratio.numel() else ratio.sum()
+
+
+def ended(name: str, iterations: int, residual: float, stop: Stopping, advice: str) -> Convergence:
+    """How an iteration ended; a warning where it did not converge."""
+    found = Convergence(iterations, residual, stop.tolerance, residual <= stop.tolerance)
+    if not found.converged:
+        reached = f"relative residual {residual:.3g} after {iterations} iterations, above the tolerance {stop.tolerance:.3g}"
+        warn(f"{name}: {reached}; {advice}preconditioner= takes an approximation of the inverse")
+    return found
 
 
 class _Best(NamedTuple):
@@ -124,7 +133,7 @@ def conjugate_gradients(
         RuntimeWarning: the tolerance was not reached.
     """
     (start,) = inner.products((b, b))
-    residual, broken = inner.largest(torch.stack([_worst(start, start), (~start.isfinite()).any().double()])).tolist()
+    residual, broken = inner.largest(torch.stack([worst(start, start), (~start.isfinite()).any().double()])).tolist()
     if broken:
         raise value_error("b", "finite numbers", "NaN or an infinity")
     x, r, squares = torch.zeros_like(b), b.clone(), start
@@ -136,18 +145,14 @@ def conjugate_gradients(
         iterations = _descend(apply, precondition, x, r, start, iterations, goal, best, inner)
         r = b - apply(x)
         (squares,) = inner.products((r, r))
-        residual = float(inner.largest(_worst(squares, start)))
+        residual = float(inner.largest(worst(squares, start).sqrt()))
     if not residual <= stop.tolerance:
         r = b - apply(best.x)
         for other, of_other in ((best.x, inner.products((r, r))[0]), (torch.zeros_like(b), start)):
             is_better = (of_other < squares) | squares.isnan()
             x, squares = torch.where(is_better.unsqueeze(-2), other, x), torch.where(is_better, of_other, squares)
-        residual = float(inner.largest(_worst(squares, start)))
-        warn(
-            f"conjugate gradients: relative residual {residual:.3g} after {iterations} iterations, above the tolerance {stop.tolerance:.3g}"
-            "; mask= leaves out points without data, and preconditioner= takes an approximation of the inverse"
-        )
-    return x, Convergence(iterations, residual, stop.tolerance, residual <= stop.tolerance)
+        residual = float(inner.largest(worst(squares, start).sqrt()))
+    return x, ended("conjugate gradients", iterations, residual, stop, "mask= leaves out points without data, and ")
 
 
 def _descend(
@@ -179,7 +184,7 @@ def _descend(
         old, last = rz, squares
         rz, squares = inner.products((r, z), (r, r))
         is_left = (squares > last) & (last < best.squares)
-        found = inner.largest(torch.stack([_worst(squares, start), is_left.any().double(), broken.double()]))
+        found = inner.largest(torch.stack([worst(squares, start).sqrt(), is_left.any().double(), broken.double()]))
         residual, any_left, any_broken = found.tolist()
         if any_broken:
             shown = f"a direction without positive curvature in iteration {iterations + 1}"

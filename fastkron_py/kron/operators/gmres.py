@@ -9,8 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.operators.cg import Convergence, Stopping
-from fastkron_py.runtime.errors import value_error, warn
+from fastkron_py.kron.operators.cg import Convergence, Stopping, ended, worst
+from fastkron_py.runtime.errors import value_error
 
 RESTART: Final = 50
 """Steps until a Krylov space is left for a new one: as many vectors of b's size are kept."""
@@ -39,7 +39,7 @@ def gmres(
     if not bool(size.isfinite().all()):
         raise value_error("b", "finite numbers", "NaN or an infinity")
     x, r = torch.zeros_like(b), b
-    residual, before, iterations = _worst(size, size), math.inf, 0
+    residual, before, iterations = float(worst(size, size)), math.inf, 0
     while residual > stop.tolerance and residual < 0.99 * before and iterations < stop.max_iterations:
         before = residual
         step, iterations = _cycle(apply, precondition, r, size, iterations, stop)
@@ -47,26 +47,14 @@ def gmres(
         rest = b - apply(moved)
         is_better = _norm(rest) < _norm(r)
         x, r = torch.where(is_better.unsqueeze(-2), moved, x), torch.where(is_better.unsqueeze(-2), rest, r)
-        residual = _worst(_norm(r), size)
-    found = Convergence(iterations, residual, stop.tolerance, residual <= stop.tolerance)
-    if not found.converged:
-        warn(
-            f"GMRES: relative residual {residual:.3g} after {iterations} iterations, above the tolerance {stop.tolerance:.3g}"
-            "; preconditioner= takes an approximation of the inverse"
-        )
-    return x, found
+        residual = float(worst(_norm(r), size))
+    return x, ended("GMRES", iterations, residual, stop, "")
 
 
 def _norm(t: Tensor) -> Tensor:
     """Of each column, ``[*batch, M]`` in float64."""
     found: Tensor = torch.linalg.vector_norm(t, dim=-2).double()
     return found
-
-
-def _worst(norms: Tensor, start: Tensor) -> float:
-    """The largest relative residual; columns of b that are 0 have none."""
-    ratio = torch.where(start > 0, norms / start, 0.0)
-    return float(ratio.max()) if ratio.numel() else 0.0
 
 
 def _cycle(
@@ -96,7 +84,7 @@ def _cycle(
         basis.append(_divided(w, length))
         own, wanted = hessenberg[..., : j + 2, : j + 1], target[..., : j + 2, :]
         y = torch.linalg.pinv(own) @ wanted  # of a space that has ended, too
-        residual = _worst(torch.linalg.vector_norm(wanted - own @ y, dim=(-2, -1)), size)
+        residual = float(worst(torch.linalg.vector_norm(wanted - own @ y, dim=(-2, -1)), size))
         iterations += 1
         if stop.progress is not None:
             stop.progress(iterations, residual)

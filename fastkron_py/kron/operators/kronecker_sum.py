@@ -23,7 +23,7 @@ from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.lazy import ProductOrSum, check_arrays, numbered
 from fastkron_py.kron.operators.modes import sum_matmul, terms
 from fastkron_py.kron.operators.null_space import check_rcond, pseudo_solve
-from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_hermitian, combined, eigenbasis, reduced
+from fastkron_py.kron.operators.pencil import check_hermitian, combined, eigenbasis, reduced
 from fastkron_py.kron.operators.product import KroneckerProduct
 from fastkron_py.runtime.errors import value_error
 
@@ -146,40 +146,30 @@ class KroneckerSum(ProductOrSum):
 
     # ---- linear algebra -----------------------------------------------------------------------
 
-    def _dense(self) -> Any:
-        def dense(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
-            return torch.stack([algebra.dense(term).expand(self._shape) for term in terms(factors, masses)]).sum(0)
+    def _total(self, function: Callable[[list[Factor]], Tensor]) -> Any:
+        """The sum of a function of the factors of each term."""
 
-        return self._on_parts(dense)
+        def total(factors: list[Factor], masses: list[Factor]) -> Tensor:
+            one = algebra.matrices([*factors, *masses])[0].new_ones(1, 1)  # a term may have no matrix
+            return reduce(torch.add, [function([one, *term]) for term in terms(factors, masses)])
+
+        return self._on_parts(total, identities=True)
+
+    def _dense(self) -> Any:
+        return self._total(algebra.dense)
 
     def _elements(self, rows: Tensor, columns: Tensor) -> Any:
-        def elements(factors: list[Factor], masses: list[Factor]) -> Tensor:
-            one = algebra.matrices([*factors, *masses])[0].new_ones(1, 1)  # a term may have no matrix
-            return reduce(torch.add, [algebra.elements([one, *term], rows, columns) for term in terms(factors, masses)])
-
-        return self._on_parts(elements, identities=True)
+        return self._total(lambda term: algebra.elements(term, rows, columns))
 
     def diagonal(self) -> Any:
         """The elements ``S[i, i]``, ``[*batch, n]``."""
-
-        def diagonal(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
-            own = [f.diagonal(dim1=-2, dim2=-1) for f in factors]
-            if not masses:
-                return algebra.kron_vectors(own, torch.add)
-            units = [m.diagonal(dim1=-2, dim2=-1) for m in masses]
-            vectors = [algebra.kron_vectors([*units[:i], d, *units[i + 1 :]]) for i, d in enumerate(own)]
-            return torch.stack([v.expand(self._shape[:-1]) for v in vectors]).sum(0)
-
-        return self._on_parts(diagonal)
+        if self._masses:
+            return self._total(algebra.diagonal)
+        return self._on_parts(lambda factors, _: algebra.kron_vectors(algebra.diagonals(factors), torch.add))
 
     def trace(self) -> Any:
         """The sum of the diagonal, ``[*batch]``."""
-
-        def trace(factors: list[Factor], masses: list[Factor]) -> Tensor:
-            one = algebra.matrices([*factors, *masses])[0].new_ones(1, 1)  # a term may have no matrix
-            return torch.stack([algebra.trace([one, *term]).expand(self._shape[:-2]) for term in terms(factors, masses)]).sum(0)
-
-        return self._on_parts(trace, identities=True)
+        return self._total(algebra.trace)
 
     def solve(self, b: Any, *, rcond: float | None = None) -> Any:
         """The x of ``S @ x = b``, by fast diagonalisation: two products with eigenvectors and a scaling.
@@ -228,7 +218,7 @@ class KroneckerSum(ProductOrSum):
     def _slogdet(self, factors: list[Any], others: list[Any]) -> tuple[Tensor, Tensor]:
         own = algebra.built([*factors, *others])
         factors, masses = own[: len(factors)], own[len(factors) :]
-        return sum_slogdet(factors, masses, eigenbasis(factors, masses))
+        return spectral.slogdet(factors, masses, None, True, eigenbasis(factors, masses), "masses")
 
     def eigh(self) -> algebra.Eigh:
         """Eigenvalues and eigenvectors of symmetric (Hermitian) factors: ``S = V @ diag(values) @ V.mH``.
@@ -304,19 +294,3 @@ class KroneckerSum(ProductOrSum):
             ValueError: x does not fit, t is not finite, or the sum has mass matrices.
         """
         return self.expm(t) @ x
-
-
-def sum_slogdet(factors: Sequence[Tensor], masses: Sequence[Tensor], basis: Basis, share: Share = WHOLE) -> tuple[Tensor, Tensor]:
-    """Sign (or phase) and log of the absolute value of the determinant.
-
-    Args:
-        factors: square, ``[*batch_i, P_i, P_i]``.
-        masses: one for each factor; none for identities.
-        basis: of the pairs.
-        share: the eigenvalues that this process takes.
-    """
-    sign, log = spectral.log_abs_det(reduced(factors, masses, "masses")[0], None, True, basis, share)
-    if not masses:
-        return sign, log
-    of_masses = algebra.slogdet(masses)
-    return sign * of_masses[0], log + of_masses[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from fastkron_py.kron.checks import right_hand_side
-from fastkron_py.kron.operators import algebra
-from fastkron_py.kron.operators.cg import Convergence
 from fastkron_py.kron.operators.lanczos import Probes, estimate_of_points
-from fastkron_py.kron.operators.lazy import DENSE_LIMIT, LazyOperator, check_arrays
-from fastkron_py.kron.operators.plus_diagonal import InvQuadLogdet, KroneckerPlusDiagonal, iterative_options, probes_of
+from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
+from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.operators.shifted import EQUAL
+from fastkron_py.kron.operators.solvable import Determinant, Iterations, Solvable
 from fastkron_py.kron.points import Points, gathered, scattered
 from fastkron_py.runtime.arrays import find_bridge, plain_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -82,17 +79,32 @@ def _spread(s: Tensor, index: Tensor, size: int) -> Tensor:
     return median.expand(*s.shape[:-1], size).index_copy(-1, index, s)
 
 
-class MaskedKroneckerProduct(LazyOperator):
+class MaskedKroneckerProduct(Solvable):
     """``A = K[rows][:, columns]`` of a Kronecker product K, or of K and a diagonal matrix; made by `KroneckerProduct.masked`.
 
     ``A @ x`` and ``x @ A`` put x on the whole grid, multiply with K and take the points that are kept. Nothing of A is built. Gradients
     reach factors, diagonal and operands through everything here.
 
+    `solve` goes by conjugate gradients, for an A that is Hermitian and positive definite. Their preconditioner is the inverse of the whole
+    ``K + D'``, taken on the points that are kept, where D' is a Kronecker product of diagonals near to D. Estimates of `logdet` begin with
+    the determinant of the whole grid, which is exact where D has equal elements: only what the points that are left out change is
+    estimated, in few steps where they are scattered. `inv_quad_logdet` without probes goes by a Cholesky factor.
+
     Attributes:
         rows: int64 indices ``[m]`` of K's rows; None for all.
         columns: int64 indices of K's columns; None for all.
+        convergence: how the last solve by iterations ended, those of backward passes included; None before.
         standard_error: of the last determinant that was estimated, ``[*batch]``; None before.
+
+    Example:
+        >>> x = torch.linspace(0, 1, 30)
+        >>> line = torch.exp(-20 * (x - x[:, None]) ** 2)
+        >>> measured = torch.rand(30 * 30) < 0.8  # a grid with holes
+        >>> A = KroneckerProduct([line, line]).masked(rows=measured, columns=measured).add_diagonal(0.1)
+        >>> y = A.solve(torch.ones(A.shape[-1]))
     """
+
+    _SIZE = "the number of points that are kept"
 
     def __init__(self, whole: LazyOperator, rows: Points | None, columns: Points | None) -> None:
         self._whole, self._factors = whole, whole.factors
@@ -103,8 +115,6 @@ class MaskedKroneckerProduct(LazyOperator):
         self.columns = None if self._columns is None else self._columns.index
         *batch, p, q = whole.shape
         self._shape = (*batch, p if self.rows is None else self.rows.shape[0], q if self.columns is None else self.columns.shape[0])
-        self._solver: KroneckerPlusDiagonal | None = None
-        self.standard_error: Any = None
 
     # ---- properties --------------------------------------------------------------------------
 
@@ -134,11 +144,6 @@ class MaskedKroneckerProduct(LazyOperator):
 
     def _scaled(self, function: Callable[[Any], Any]) -> MaskedKroneckerProduct:
         return MaskedKroneckerProduct(self._whole._scaled(function), self._rows, self._columns)
-
-    @property
-    def convergence(self) -> Convergence | None:
-        """How the last `solve` ended, those of its backward passes included; None before."""
-        return None if self._solver is None else self._solver.convergence
 
     # ---- products -----------------------------------------------------------------------------
 
@@ -222,141 +227,37 @@ class MaskedKroneckerProduct(LazyOperator):
             s = self._on_tensors(lambda t: _spread(t[1], points.index, self._whole.shape[-1]), [first, s], [label, "s"])
         return MaskedKroneckerProduct(whole.add_diagonal(s), self._rows, self._columns)
 
-    def solve(
-        self,
-        b: Any,
-        *,
-        tolerance: Any = None,
-        max_iterations: int = 1000,
-        preconditioner: bool | Callable[[Tensor], Tensor] = True,
-        progress: Callable[[int, Any], Any] | None = None,
-    ) -> Any:
-        """The x of ``A @ x = b`` by conjugate gradients, for an A that is Hermitian and positive definite.
+    def _check(self, what: str) -> None:
+        self._points(what)
 
-        Derivatives of every order, to factors, diagonal and b, go by further solves of the same kind.
+    def _solution(self, basis: None, b: Tensor, how: Iterations) -> Tensor:
+        points, whole, given = self._points("solve"), self._plus(), how.preconditioner
 
-        Args:
-            b: ``[m]``, or ``[*batch, m, M]``; batches broadcast with the operator's.
-            tolerance: of the residual relative to b, for each column. None stands for 1e-4 in float32 and complex64 and 1e-10 in float64
-                and complex128.
-            max_iterations: before it stops.
-            preconditioner: True for the inverse of the whole ``K + D'``, taken on the points that are kept, where D' is a Kronecker product
-                of diagonals near to D; False for none; or a function of a residual ``[*batch, m, M]`` that is linear, Hermitian and
-                positive definite.
-            progress: called as ``progress(iteration, residual)`` after every iteration, in backward passes too.
+        def on_grid(r: Tensor) -> Tensor:
+            return scattered(given(gathered(r, points, -2)), points, -2)  # type: ignore[operator]
 
-        Returns:
-            ``[*batch, m]`` for a vector b, else ``[*batch, m, M]``. `convergence` says how the iteration ended.
+        how = how._replace(mask=points.is_kept, preconditioner=on_grid if callable(given) else given)
+        whole._check("solve")
+        return gathered(whole._solution(None, scattered(b, points, -2), how), points, -2)
 
-        Raises:
-            TypeError: b of another array type or dtype, an option of another type, or float16 or bfloat16 factors.
-            ValueError: rows and columns that are not the same points, a factor that is not square or not Hermitian, b that does not fit, or
-                a matrix that turns out not to be positive definite.
+    def _slogdet(self, basis: None, probes: Probes | None) -> Determinant:
+        if probes is None:
+            return self._dense_slogdet("matrices of some points")
+        whole = self._plus()
+        value, error = estimate_of_points(whole._shifted(identities=whole._form == EQUAL), self._points("a determinant"), probes)
+        return torch.ones_like(value, dtype=self.dtype), value, error
 
-        Warns:
-            RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual, and x is the best iterate.
-
-        Example:
-            >>> x = torch.linspace(0, 1, 30)
-            >>> line = torch.exp(-20 * (x - x[:, None]) ** 2)
-            >>> measured = torch.rand(30 * 30) < 0.8  # a grid with holes
-            >>> A = KroneckerProduct([line, line]).masked(rows=measured, columns=measured).add_diagonal(0.1)
-            >>> y = A.solve(torch.ones(A.shape[-1]))
-        """
-        points, own = self._points("solve"), preconditioner
-        if callable(preconditioner):
-
-            def own(r: Tensor) -> Tensor:
-                return scattered(preconditioner(gathered(r, points, -2)), points, -2)
-
-        def solve(same: MaskedKroneckerProduct, points: Points, b: Tensor) -> Tensor:
-            _check_points(b, -1 if b.ndim == 1 else -2, self._shape[-1], "b")
-            b, vector = right_hand_side(b, self._shape[-1], self._shape[:-2])
-            self._solver = solver = same._plus()
-            options = {
-                "mask": points.is_kept,
-                "tolerance": tolerance,
-                "max_iterations": max_iterations,
-                "preconditioner": own,
-                "progress": progress,
-            }
-            x = gathered(solver.solve(scattered(b, points, -2), **options), points, -2)
-            return x.squeeze(-1) if vector else x
-
-        return self._on_same(solve, "solve", b)
-
-    def slogdet(self) -> algebra.SlogDet:
-        """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each; see `logdet`."""
-        return algebra.SlogDet(*self._on_same(lambda same, points: same._slogdet(points, None, self._note), "a determinant"))
-
-    def logdet(self, *, probes: int | None = None, generator: torch.Generator | None = None) -> Any:
-        """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
-
-        Of the dense matrix up to 2**26 elements, or as an estimate with derivatives of the first order; `standard_error` tells its error.
-        With equal elements of D the determinant of the whole grid is exact, and what the points that are left out change is estimated by
-        stochastic Lanczos quadrature (Ubaru, Chen and Saad, 2017). That takes few steps where they are scattered.
-
-        Args:
-            probes: of the estimate: the number of random vectors, whose error falls with its square root.
-            generator: of the random vectors.
-
-        Raises:
-            TypeError: float16 or bfloat16 factors, or probes are no integer.
-            ValueError: rows and columns that are not the same points, a factor that is not square, more than 2**26 elements and no
-                probes, or in an estimate factors that are not Hermitian or a whole matrix that is not positive definite.
-        """
-        given = probes_of(self, probes, generator)
-        return self._on_same(lambda same, points: algebra.log_of(*same._slogdet(points, given, self._note)), "a determinant")
-
-    def inv_quad_logdet(
-        self,
-        b: Any,
-        *,
-        tolerance: Any = None,
-        max_iterations: int = 1000,
-        preconditioner: bool | Callable[[Tensor], Tensor] = True,
-        progress: Callable[[int, Any], Any] | None = None,
-        probes: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> InvQuadLogdet:
-        """``sum(conj(b) * A^-1 b)`` and ``log det A``, the terms of the likelihood of a grid with missing values.
-
-        By a Cholesky factor up to 2**26 elements, or with probes by `solve` and the estimate of `logdet`.
-
-        Args:
-            b: ``[m]``, or ``[*batch, m, M]``, whose columns are summed over.
-            tolerance: as `solve`, with probes alone.
-            max_iterations: as `solve`.
-            preconditioner: as `solve`.
-            progress: as `solve`.
-            probes: as `logdet`.
-            generator: as `logdet`.
-
-        Raises:
-            TypeError: as `solve` and `logdet`.
-            ValueError: as `solve` and `logdet`, or A is not positive definite.
-        """
-        stop, _ = iterative_options(self, tolerance, max_iterations, preconditioner, progress)
-        given = probes_of(self, probes, generator, stop)
-
-        def both(same: MaskedKroneckerProduct, points: Points, b: Tensor) -> tuple[Tensor, Tensor]:
-            _check_points(b, -1 if b.ndim == 1 else -2, self._shape[-1], "b")
-            columns, _ = right_hand_side(b, self._shape[-1], self._shape[:-2])
-            if given is None:
-                same._check_size()
-                try:
-                    lower = torch.linalg.cholesky(same._dense())
-                except LinAlgError:
-                    raise value_error("factors, s", "a positive definite matrix", "one that has no Cholesky factor") from None
-                half = torch.linalg.solve_triangular(lower, columns, upper=False)
-                logdet = 2 * lower.diagonal(dim1=-2, dim2=-1).real.log().sum(-1)
-                return (half.abs() ** 2).sum((-2, -1)), logdet
-            options = {"tolerance": tolerance, "max_iterations": max_iterations, "preconditioner": preconditioner, "progress": progress}
-            total = (columns.conj() * same.solve(columns, **options)).sum((-2, -1))
-            self._solver = same._solver
-            return total.real if total.is_complex() else total, same._slogdet(points, given, self._note)[1]
-
-        return InvQuadLogdet(*self._on_same(both, "inv_quad_logdet", b))
+    def _inv_quad_logdet(self, own: Any, b: Tensor, how: Iterations, probes: Probes | None) -> tuple[Tensor, Tensor]:
+        if probes is not None:
+            total, logdet = super()._inv_quad_logdet(own, b, how, probes)
+            return total, logdet.real if logdet.is_complex() else logdet
+        own._check_dense("matrices of some points")
+        try:
+            lower = torch.linalg.cholesky(own._dense())
+        except LinAlgError:
+            raise value_error("factors, s", "a positive definite matrix", "one that has no Cholesky factor") from None
+        half = torch.linalg.solve_triangular(lower, b, upper=False)
+        return (half.abs() ** 2).sum((-2, -1)), 2 * lower.diagonal(dim1=-2, dim2=-1).real.log().sum(-1)
 
     def sample(self, sample_shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
         """Normal vectors of mean 0 and covariance A: points of those of the whole grid, as `KroneckerPlusDiagonal.sample`.
@@ -372,37 +273,12 @@ class MaskedKroneckerProduct(LazyOperator):
             TypeError: as there.
             ValueError: as there, or rows and columns that are not the same points.
         """
-        return self._on_same(lambda same, points: gathered(same._plus().sample(sample_shape, generator=generator), points, -1), "sample")
-
-    def _on_same(self, function: Callable[..., Any], what: str, *extra: Any) -> Any:
-        """The result of a function of the same operator of tensors, its points, and further arrays as tensors; without autocast."""
-        points, count = self._points(what), len(self._arrays)
-
-        def of(t: list[Any]) -> Any:
-            return function(self._with(t[:count]), points, *t[count:])
-
-        return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *["b"] * len(extra)], autocast=False)
+        return self._on_own(
+            "sample", lambda own: gathered(own._plus().sample(sample_shape, generator=generator), own._points("sample"), -1)
+        )
 
     def _plus(self) -> KroneckerPlusDiagonal:
         """The whole matrix, as a product plus a diagonal."""
         whole: Any = self._whole
         found: KroneckerPlusDiagonal = whole if isinstance(whole, KroneckerPlusDiagonal) else whole.add_diagonal(0.0)
         return found
-
-    def _note(self, error: Tensor) -> None:
-        self.standard_error = error if isinstance(self._first[1], Tensor) else error.cpu().numpy()
-
-    def _check_size(self) -> None:
-        algebra.check_linalg_dtype(self._arrays, "a determinant")
-        if math.prod(self._shape) > DENSE_LIMIT:
-            expected = f"a number of probe vectors, such as 32: matrices of some points are factorized up to {DENSE_LIMIT} elements in all"
-            raise value_error("probes", expected, f"None for shape {self._shape}")
-
-    def _slogdet(self, points: Points, probes: Probes | None, note: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
-        if probes is None:
-            self._check_size()
-            found = torch.linalg.slogdet(self._dense())
-            return found.sign, found.logabsdet
-        value, error = self._plus()._on_shifted(lambda k: estimate_of_points(k, points, probes), identities=self._plus()._form == EQUAL)
-        note(error)
-        return torch.ones_like(value, dtype=self.dtype), value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Final, NamedTuple
@@ -16,20 +17,20 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from fastkron_py.kron.checks import Factor, broadcast_batch, is_identity, right_hand_side, shape_of
+from fastkron_py.kron.checks import Factor, broadcast_batch, is_identity, shape_of
 from fastkron_py.kron.modes import filled, merged
 from fastkron_py.kron.operators import algebra, spectral
-from fastkron_py.kron.operators.cg import Convergence, Stopping
 from fastkron_py.kron.operators.gmres import gmres
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.kronecker_sum import KroneckerSum
 from fastkron_py.kron.operators.lanczos import Probes, estimate_by_diagonal, once
-from fastkron_py.kron.operators.lazy import DENSE_LIMIT, LazyOperator, check_arrays
+from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
 from fastkron_py.kron.operators.modes import terms
-from fastkron_py.kron.operators.pencil import SYMMETRY, Basis, are_hermitian, eigenbasis, reduced
-from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal, iterative_options, probes_of
+from fastkron_py.kron.operators.pencil import SYMMETRY, Basis, are_hermitian, eigenbasis
+from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.operators.product import KroneckerProduct
 from fastkron_py.kron.operators.shifted import EQUAL, VECTOR, IterativeSystem
+from fastkron_py.kron.operators.solvable import Determinant, Iterations, Solvable
 from fastkron_py.runtime.errors import type_error, value_error
 
 _ILL: Final = -0.5  # power of eps: the condition of eigenvectors up to which they are taken
@@ -69,11 +70,13 @@ def _joined(a: LazyOperator, b: LazyOperator) -> LazyOperator | None:
     return KroneckerSum(a._on_tensors(sums, [*fs, *gs], [*a._names[: len(fs)], *b._names[: len(gs)]]), masses=a.masses)
 
 
-class OperatorSum(LazyOperator):
+class OperatorSum(Solvable):
     """``A + B + ...`` of lazy operators of one shape; made by ``+`` and ``-``.
 
     Products multiply with each term. `solve` and `logdet` go by eigenvectors where those of each mode make all terms diagonal, as they do
-    of any two Kronecker products, and else by iterations. Gradients reach all terms through everything here.
+    of any two Kronecker products. Other sums are solved by conjugate gradients if all factors are Hermitian and the sum turns out to be
+    positive definite, and else by GMRES, restarted after 50 steps; their preconditioner is the inverse of the diagonal. Gradients reach all
+    terms through everything here.
 
     Attributes:
         terms: the operators.
@@ -94,8 +97,6 @@ class OperatorSum(LazyOperator):
         check_arrays(self._arrays, self._names)
         batch = broadcast_batch([t.shape[:-2] for t in terms], "terms")
         self._shape = (*batch, *terms[0].shape[-2:])
-        self.convergence: Convergence | None = None
-        self.standard_error: Any = None
 
     # ---- properties --------------------------------------------------------------------------
 
@@ -173,117 +174,27 @@ class OperatorSum(LazyOperator):
         """
         return plus_vector(self, s)
 
-    # ---- linear algebra -----------------------------------------------------------------------
-
-    def solve(
-        self,
-        b: Any,
-        *,
-        tolerance: Any = None,
-        max_iterations: int = 1000,
-        preconditioner: bool | Callable[[Tensor], Tensor] = True,
-        progress: Callable[[int, Any], Any] | None = None,
-    ) -> Any:
-        """The x of ``S @ x = b``.
-
-        By eigenvectors of each mode, if they make every term diagonal: those of two Kronecker products do. Otherwise by conjugate gradients
-        if all factors are Hermitian and S turns out to be positive definite, and else by GMRES, restarted after 50 steps. Derivatives of
-        every order go by further solves of the same kind, and bear equal eigenvalues.
-
-        Args:
-            b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
-            tolerance: of iterations, of the residual relative to b, for each column. None stands for 1e-4 in float32 and complex64 and
-                1e-10 in float64 and complex128.
-            max_iterations: of iterations.
-            preconditioner: of iterations: True for the inverse of the diagonal, False for none, or a linear function of a residual
-                ``[*batch, n, M]``, Hermitian and positive definite for conjugate gradients.
-            progress: called as ``progress(iteration, residual)`` after every iteration, in backward passes too.
-
-        Returns:
-            ``[*batch, n]`` for a vector b, else ``[*batch, n, M]``. `convergence` says how the iteration ended.
-
-        Raises:
-            TypeError: b of another array type or dtype, an option of another type, or float16 or bfloat16 factors.
-            ValueError: the sum is not square, or b does not fit.
-            torch.linalg.LinAlgError: S is singular but for rounding, where eigenvectors solve.
-
-        Warns:
-            RuntimeWarning: iterations did not reach the tolerance; x is the best iterate.
-        """
-        iterative = iterative_options(self, tolerance, max_iterations, preconditioner, progress)
-
-        def solve(own: OperatorSum, b: Tensor) -> Tensor:
-            own._check("solve")
-            columns, vector = right_hand_side(b, self._shape[-1], self._shape[:-2])
-            shared = own._shared()
-            x = own._by_iterations(columns, *iterative, self._note) if shared is None else own._by_basis(columns, shared)
-            return x.squeeze(-1) if vector else x
-
-        return self._on_own(solve, b)
-
-    def slogdet(self) -> algebra.SlogDet:
-        """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each; see `logdet`."""
-        return algebra.SlogDet(*self._on_own(lambda own: own._slogdet(None, self._note_error)))
-
-    def logdet(self, *, probes: int | None = None, generator: torch.Generator | None = None) -> Any:
-        """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
-
-        Of two Kronecker products by the pencil's eigenvalues, with derivatives of the first and of the second order. Of other sums with
-        common eigenvectors by eigenvalues, with derivatives of the first order. Else of the dense matrix, up to 2**26 elements, or as an
-        estimate by stochastic Lanczos quadrature with derivatives of the first order; `standard_error` tells its error.
-
-        Args:
-            probes: of the estimate: the number of random vectors. Other determinants need none.
-            generator: of the random vectors.
-
-        Raises:
-            TypeError: float16 or bfloat16 factors, or probes are no integer.
-            ValueError: the sum is not square, is too large for a dense matrix and no probes are given, or in an estimate is not Hermitian
-                and positive definite.
-        """
-        given = probes_of(self, probes, generator)
-        return self._on_own(lambda own: algebra.log_of(*own._slogdet(given, self._note_error)))
-
-    # ---- how it is done -----------------------------------------------------------------------
-
-    def _on_own(self, function: Callable[..., Any], *extra: Any) -> Any:
-        """The result of a function of the same sum of tensors, and of further arrays as tensors; without autocast."""
-        count = len(self._arrays)
-
-        def of(t: list[Any]) -> Any:
-            return function(self._with(t[:count]), *t[count:])
-
-        return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *["b"] * len(extra)], autocast=False)
+    # ---- how it is solved ---------------------------------------------------------------------
 
     def _check(self, what: str) -> None:
         if self._shape[-1] != self._shape[-2]:
             raise value_error("terms", f"square operators for {what}", f"shape {self._shape}")
-        algebra.check_linalg_dtype(self._arrays, what)
-
-    def _note(self, found: Convergence) -> None:
-        self.convergence = found
-
-    def _note_error(self, error: Tensor) -> None:
-        self.standard_error = error if isinstance(self._first[1], Tensor) else error.cpu().numpy()
 
     def _system(self, size: int = 0) -> _SumOfTerms:
         """The family of matrices that the arrays which are no identities are parameters of."""
         arrays = self._arrays
         return _SumOfTerms(size, lambda parameters: self._with(filled(arrays, parameters)))
 
-    def _by_basis(self, b: Tensor, shared: _Shared) -> Tensor:
-        system = self._system(len(shared.basis.values))
-        return spectral.solve(system, b, algebra.matrices(self._arrays), shared.basis, shared.diagonal().detach(), "terms")
-
-    def _by_iterations(
-        self, b: Tensor, stop: Stopping, preconditioner: bool | Callable[[Tensor], Tensor], note: Callable[[Convergence], None]
-    ) -> Tensor:
-        constants, own = [], preconditioner if callable(preconditioner) else None
-        if preconditioner is True:
+    def _solution(self, basis: _Shared | None, b: Tensor, how: Iterations) -> Tensor:
+        matrices, constants = algebra.matrices(self._arrays), list[Tensor]()
+        if basis is not None:
+            system = self._system(len(basis.basis.values))
+            return spectral.solve(system, b, matrices, basis.basis, basis.diagonal().detach(), "terms")
+        if how.preconditioner is True:
             diagonal = self.diagonal().detach()
             constants = [torch.where(diagonal == 0, 1, diagonal).reciprocal()]
-        system = _Iterative(self._system(), stop, None, own, note, is_hermitian=self._is_hermitian())
-        return linear_solve(system, b, algebra.matrices(self._arrays), constants)
+        iterative = _Iterative(self._system(), how.stop, None, how.function, how.note, is_hermitian=self._is_hermitian())
+        return linear_solve(iterative, b, matrices, constants)
 
     def _is_hermitian(self) -> bool:
         """Whether every term is, as far as its matrices tell; what is added to a diagonal is if it is real."""
@@ -295,33 +206,18 @@ class OperatorSum(LazyOperator):
         )
         return is_real and all(are_hermitian(matrices))
 
-    def _slogdet(self, probes: Probes | None, note: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
-        self._check("a determinant")
-        shared = self._shared()
-        if shared is not None and shared.is_pencil:
-            factors, masses = shared.elements
-            one = torch.ones((), dtype=factors[0].real.dtype, device=factors[0].device)
-            sign, log = spectral.log_abs_det(reduced(factors, masses, "terms")[0], one, False, shared.basis)
-            of_masses = algebra.slogdet(masses)
-            return sign * of_masses[0], log + of_masses[1]
-        if shared is not None:
-            return shared.slogdet(is_real=not algebra.matrices(self._arrays)[0].is_complex())
-        if probes is not None:
-            if not self._is_hermitian():
-                raise value_error("terms", "Hermitian operators for logdet with probes", "others")
-            system, parameters = self._system(), algebra.matrices(self._arrays)
-            found, error = estimate_by_diagonal(system, parameters, self.diagonal(), probes)
-            note(error)
-            return torch.ones_like(found, dtype=parameters[0].dtype), found
-        if math.prod(self._shape) > DENSE_LIMIT:
-            expected = (
-                f"a number of probe vectors, such as 32: sums without common eigenvectors are factorized up to {DENSE_LIMIT} elements"
-            )
-            raise value_error("probes", expected, f"None for shape {self._shape}")
-        found = torch.linalg.slogdet(self._dense())
-        return found.sign, found.logabsdet
+    def _slogdet(self, basis: _Shared | None, probes: Probes | None) -> Determinant:
+        parameters = algebra.matrices(self._arrays)
+        if basis is not None:
+            return *basis.slogdet(is_real=not parameters[0].is_complex()), None
+        if probes is None:
+            return self._dense_slogdet("sums without common eigenvectors")
+        if not self._is_hermitian():
+            raise value_error("terms", "Hermitian operators for logdet with probes", "others")
+        found, error = estimate_by_diagonal(self._system(), parameters, self.diagonal(), probes)
+        return torch.ones_like(found, dtype=parameters[0].dtype), found, error
 
-    def _shared(self) -> _Shared | None:
+    def _basis(self) -> _Shared | None:
         """Eigenvectors of each mode that make all terms diagonal, if there are any."""
         elements = [e for t in self.terms for e in _elements(t)]
         if not self._shape[-1] or None in elements:
@@ -408,7 +304,11 @@ class _Shared(NamedTuple):
         return total
 
     def slogdet(self, *, is_real: bool) -> tuple[Tensor, Tensor]:
-        """Sign and log of ``det A = det E / (det X det Y)``, with derivatives of the first order."""
+        """Sign and log of ``det A``: of a pencil by its eigenvalues, else ``det E / (det X det Y)``, with first derivatives."""
+        if self.is_pencil:
+            factors, masses = self.elements
+            one = torch.ones((), dtype=factors[0].real.dtype, device=factors[0].device)
+            return spectral.slogdet(factors, masses, one, False, self.basis, "terms")
         moving = [once(e) for e in self.elements]
         diagonal = self._replace(elements=moving).diagonal()
         total = diagonal.to(diagonal.dtype.to_complex()).log().sum(-1)
@@ -507,21 +407,18 @@ class _Iterative(IterativeSystem):
 
     is_hermitian: bool = False
 
+    def precondition(self, constants: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
+        """The inverse of the diagonal, where no other one is given."""
+        if self.preconditioner is not None or not constants:
+            return super().precondition(constants, adjoint)
+        scale = constants[0].conj() if adjoint else constants[0]
+        return lambda r: spectral.scaled(r, scale)
+
     def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A^-1 b``."""
-        scale = constants[0] if constants else None
-        scale = scale.conj() if scale is not None and adjoint else scale
-
-        def precondition(r: Tensor) -> Tensor:
-            if self.preconditioner is not None:
-                return self.preconditioner(r)
-            return r if scale is None else spectral.scaled(r, scale)
-
-        if self.is_hermitian and (scale is None or bool((scale.real > 0).all())):
-            try:
-                return IterativeSystem(self.product, self.stop, None, precondition, self.note).invert(b, parameters, (), adjoint)
-            except ValueError:  # not positive definite; of a b that is not finite GMRES says so
-                pass
-        x, found = gmres(lambda p: self.apply(p, parameters, adjoint), precondition, b, self.stop)
+        if self.is_hermitian and all([bool((scale.real > 0).all()) for scale in constants]):
+            with suppress(ValueError):  # not positive definite; of a b that is not finite GMRES says so
+                return super().invert(b, parameters, constants, adjoint)
+        x, found = gmres(lambda p: self.apply(p, parameters, adjoint), self.precondition(constants, adjoint), b, self.stop)
         self.note(found)
         return x

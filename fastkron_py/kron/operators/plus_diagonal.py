@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,58 +12,26 @@ from torch import Tensor
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import Factor, Shape, broadcast_batch, is_identity, right_hand_side, shape_of
 from fastkron_py.kron.operators import algebra, shifted
-from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
 from fastkron_py.kron.operators.lanczos import Probes, estimate
-from fastkron_py.kron.operators.lazy import DENSE_LIMIT, LazyOperator, check_arrays, numbered
+from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays, numbered
 from fastkron_py.kron.operators.matrix_function import KroneckerFunction, square_root
 from fastkron_py.kron.operators.pencil import Basis
 from fastkron_py.kron.operators.shifted import EQUAL, KRONECKER, VECTOR, Shifted
+from fastkron_py.kron.operators.solvable import Determinant, Iterations, Solvable
 from fastkron_py.kron.operators.spectral import scaled
 from fastkron_py.runtime.arrays import plain_tensor
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
-class InvQuadLogdet(NamedTuple):
-    """``sum(conj(b) * A^-1 b)`` and ``log det A``, ``[*batch]`` each: the terms of a Gaussian's log density."""
-
-    inv_quad: Any
-    logdet: Any
-
-
-class _Iterative(NamedTuple):
-    """How conjugate gradients go, where they do."""
-
-    mask: Tensor | None
-    stop: Stopping
-    preconditioner: bool | Callable[[Tensor], Tensor]
-
-
-def iterative_options(
-    operator: LazyOperator, tolerance: Any, max_iterations: Any, preconditioner: Any, progress: Any
-) -> tuple[Stopping, bool | Callable[[Tensor], Tensor]]:
-    """The options of a solve by iterations, checked: when it stops, and the preconditioner."""
-    stop = stopping(tolerance, max_iterations, progress, _torch_dtype(operator.dtype))
-    if not callable(preconditioner) and not isinstance(preconditioner, bool):
-        raise type_error("preconditioner", "True, False or a function", type_name(preconditioner))
-    return stop, preconditioner
-
-
-def probes_of(operator: LazyOperator, count: Any, generator: Any, stop: Stopping | None = None) -> Probes | None:
-    """The options of an estimate, checked; None where there is none."""
-    if count is None:
-        return None
-    if check_integer("probes", count, "an integer or None") < 1:
-        raise value_error("probes", "1 or more", count)
-    return Probes(int(count), generator, stop or stopping(None, 1000, None, _torch_dtype(operator.dtype)))
-
-
-class KroneckerPlusDiagonal(LazyOperator):
+class KroneckerPlusDiagonal(Solvable):
     """``A = K + D`` of a square Kronecker product K and a diagonal D; made by `KroneckerProduct.add_diagonal`.
 
     D has one of three forms: equal elements, ``s * I``; a Kronecker product of diagonals; any vector. Of the first two, eigenvectors of
-    each factor, or of each pair of factors, make A diagonal, which solves and determinants go by. Of the third, solves go by conjugate
-    gradients.
+    each factor, or of each pair of factors, make A diagonal, which solves and determinants go by; where these are complex and nearly
+    dependent, solves take Schur forms, as `KroneckerSum.solve`. Of the third, solves go by conjugate gradients, of Hermitian factors and a
+    positive definite A. Their preconditioner is the eigenvectors of ``K + D'`` where D' is a Kronecker product of diagonals near to D,
+    and D itself where that is far above D'.
 
     Products with A take no work for identity factors. Where all elements of D are equal, nothing does; otherwise solves and determinants
     build them, as matrices of their own sizes.
@@ -76,8 +44,6 @@ class KroneckerPlusDiagonal(LazyOperator):
     def __init__(self, factors: Sequence[Any], diagonals: Sequence[Any], form: str, number: Any, shape: Shape) -> None:
         self._factors, self._diagonals, self._form, self._number = tuple(factors), tuple(diagonals), form, number
         self._shape = tuple(shape)
-        self.convergence: Convergence | None = None
-        self.standard_error: Any = None
 
     # ---- properties --------------------------------------------------------------------------
 
@@ -118,16 +84,16 @@ class KroneckerPlusDiagonal(LazyOperator):
             diagonals, number = ([number.to(self.device, self.dtype)], None) if isinstance(number, Tensor) else ([], number)
         return KroneckerPlusDiagonal(factors, diagonals, self._form, number, self._shape)
 
-    def _on_shifted(self, function: Callable[..., Any], *extra: Any, **options: Any) -> Any:
-        """The result of a function of `Shifted` and of other arrays as tensors; options are those of `_on_parts`."""
+    def _shifted(self, *, identities: bool = True) -> Shifted:
+        """The same, of an operator of tensors; identities are integers there, or are built."""
+        factors = list(self._factors) if identities else algebra.built(self._factors)
+        like = algebra.matrices(factors)[0]
+        diagonals = self._diagonals or [torch.full((1,), self._number, dtype=like.dtype, device=like.device)]
+        return Shifted(factors, [d.reshape(1) if d.ndim == 0 else d for d in diagonals], self._form)
 
-        def of(factors: list[Any], diagonals: list[Tensor], *more: Tensor) -> Any:
-            if not diagonals:
-                like = algebra.matrices(factors)[0]
-                diagonals = [torch.full((1,), self._number, dtype=like.dtype, device=like.device)]
-            return function(Shifted(factors, [d.reshape(1) if d.ndim == 0 else d for d in diagonals], self._form), *more)
-
-        return self._on_parts(of, *extra, **options)
+    def _on_shifted(self, function: Callable[[Shifted], Any]) -> Any:
+        """The result of a function of `Shifted`; without autocast."""
+        return self._on_tensors(lambda t: function(self._with(t)._shifted()), self._arrays, self._names, autocast=False)
 
     # ---- products -----------------------------------------------------------------------------
 
@@ -136,19 +102,21 @@ class KroneckerPlusDiagonal(LazyOperator):
         if self._number is not None:
             return verb(self._factors, x, beta=self._number, z=x)
 
-        def product(k: Shifted, x: Tensor) -> Any:
+        def product(t: list[Any]) -> Any:
+            *own, x = t
+            k = self._with(own)._shifted()
             columns, vector = right_hand_side(x.mT if not left and x.ndim > 1 else x, self._shape[-1], self._shape[:-2], "x")
             z = scaled(columns, k.diagonal())
             x, z = (columns, z) if left else (columns.mT, z.mT)
             y = verb(k.factors, x, beta=1.0, z=z)
             return y.squeeze(-1 if left else -2) if vector else y
 
-        return self._on_shifted(product, x, names=["x"], autocast=True, identities=True)
+        return self._on_tensors(product, [*self._arrays, x], [*self._names, "x"])
 
     # ---- linear algebra -----------------------------------------------------------------------
 
     def _dense(self) -> Any:
-        return self._on_shifted(shifted.dense, identities=True)
+        return self._on_shifted(shifted.dense)
 
     def _elements(self, rows: Tensor, columns: Tensor) -> Any:
         def elements(k: Shifted) -> Tensor:
@@ -156,15 +124,15 @@ class KroneckerPlusDiagonal(LazyOperator):
             added = added.expand(*added.shape[:-1], self._shape[-1])[..., rows]
             return algebra.elements(k.factors, rows, columns) + torch.where(rows == columns, added, 0)
 
-        return self._on_shifted(elements, identities=True)
+        return self._on_shifted(elements)
 
     def diagonal(self) -> Any:
         """The elements ``A[i, i]``, ``[*batch, n]``."""
-        return self._on_shifted(lambda k: algebra.diagonal(k.factors) + k.diagonal(), identities=True)
+        return self._on_shifted(lambda k: algebra.diagonal(k.factors) + k.diagonal())
 
     def trace(self) -> Any:
         """The sum of the diagonal, ``[*batch]``."""
-        return self._on_shifted(lambda k: algebra.trace(k.factors) + k.diagonal().expand(self._shape[:-1]).sum(-1), identities=True)
+        return self._on_shifted(lambda k: algebra.trace(k.factors) + k.diagonal().expand(self._shape[:-1]).sum(-1))
 
     def solve(
         self,
@@ -176,36 +144,24 @@ class KroneckerPlusDiagonal(LazyOperator):
         preconditioner: bool | Callable[[Tensor], Tensor] = True,
         progress: Callable[[int, Any], Any] | None = None,
     ) -> Any:
-        """The x of ``A @ x = b``.
-
-        By eigenvectors, or as `KroneckerSum.solve` by Schur forms, where D has equal elements or is a Kronecker product of positive
-        diagonals, and there is no mask. Otherwise by conjugate gradients, of Hermitian factors and a positive definite A,
-        preconditioned by the eigenvectors of ``K + D'`` where D' is a Kronecker product of diagonals near to D, and by D itself where
-        that is far above D'. Derivatives of every order, to factors, s and b, go by further solves of the same kind: none goes through
-        eigenvectors, so that equal eigenvalues do no harm.
+        """The x of ``A @ x = b``, as `OperatorSum.solve`; with a mask by conjugate gradients in any case.
 
         Args:
             b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
             mask: bool ``[n]`` or ``[*batch, n]``: solves with the rows and columns of A where it is true. Elsewhere b is not read,
                 and x is 0.
-            tolerance: of conjugate gradients, of the residual relative to b, for each column. None stands for 1e-4 in float32 and complex64
-                and 1e-10 in float64 and complex128.
-            max_iterations: of conjugate gradients.
-            preconditioner: of conjugate gradients: True for the one above, False for none, or a function of a residual ``[*batch, n, M]``
-                that is linear, Hermitian and positive definite.
-            progress: called as ``progress(iteration, residual)`` after every iteration, in backward passes too.
+            tolerance: as there.
+            max_iterations: as there.
+            preconditioner: as there.
+            progress: as there.
 
         Returns:
-            ``[*batch, n]`` for a vector b, else ``[*batch, n, M]``. `convergence` says how the iteration ended.
+            As there.
 
         Raises:
-            TypeError: b of another array type or dtype, an option of another type, or float16 or bfloat16 factors.
-            ValueError: a factor is not square, b or mask do not fit, the mask is empty, a Kronecker product of diagonals is not
-                positive, or conjugate gradients meet factors that are not Hermitian or a matrix that is not positive definite.
-            torch.linalg.LinAlgError: A is singular but for rounding.
-
-        Warns:
-            RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual.
+            TypeError: as there.
+            ValueError: as there, the mask does not fit or is empty, or a Kronecker product of diagonals is not positive.
+            torch.linalg.LinAlgError: as there.
 
         Example:
             >>> K = KroneckerProduct([torch.eye(4) + 1, torch.eye(5)])
@@ -214,35 +170,22 @@ class KroneckerPlusDiagonal(LazyOperator):
             >>> A.convergence.converged
             True
         """
-        options = iterative_options(self, tolerance, max_iterations, preconditioner, progress)
-        iterative = _Iterative(None if mask is None else self._mask(mask), *options)
-        whole, direct = mask is None, mask is None and self._form == EQUAL
-        return self._on_shifted(
-            lambda k, b: self._solve(k, b, iterative, self._basis(k) if whole else None), b, names=["b"], identities=direct
-        )
+        how = self._iterations(tolerance, max_iterations, preconditioner, progress)
+        return self._solved(b, how if mask is None else how._replace(mask=self._mask(mask)))
 
-    def _basis(self, k: Shifted) -> Basis | None:
-        """The eigenvectors that make A diagonal, if any do."""
-        algebra.check_square(k.factors, "eigenvectors")
-        algebra.check_linalg_dtype(k.factors, "eigenvectors")
-        return None if k.form == VECTOR else k.basis()
+    def _check(self, what: str) -> None:
+        algebra.check_square(self._factors, what)
 
-    def _solve(self, k: Shifted, b: Tensor, iterative: _Iterative, basis: Basis | None) -> Tensor:
-        algebra.check_square(k.factors, "solve")
-        algebra.check_linalg_dtype(k.factors, "solve")
-        mask, stop, preconditioner = iterative
-        batch = self._shape[:-2] if mask is None else broadcast_batch([self._shape[:-2], tuple(mask.shape[:-1])], "mask, factors")
-        b, vector = right_hand_side(b, self._shape[-1], batch)
+    def _basis(self) -> Basis | None:
+        return None if self._form == VECTOR else self._shifted(identities=self._form == EQUAL).basis()
+
+    def _solution(self, basis: Basis | None, b: Tensor, how: Iterations) -> Tensor:
+        k = self._shifted(identities=basis is not None and self._form == EQUAL)
         if basis is not None:
-            x = shifted.solve_directly(k, b, basis)
-        else:
-            own = preconditioner if callable(preconditioner) else None
-            system = shifted.IterativeSystem(k.system, stop, None if mask is None else mask.unsqueeze(-1), own, self._note)
-            x = shifted.solve_iteratively(k, b, system, preconditioner is True)
-        return x.squeeze(-1) if vector else x
-
-    def _note(self, found: Convergence) -> None:
-        self.convergence = found
+            return shifted.solve_directly(k, b, basis)
+        mask = None if how.mask is None else how.mask.unsqueeze(-1)
+        system = shifted.IterativeSystem(k.system, how.stop, mask, how.function, how.note)
+        return shifted.solve_iteratively(k, b, system, how.preconditioner is True)
 
     def _mask(self, given: Any) -> Tensor:
         mask: Tensor = given if isinstance(given, Tensor) else plain_tensor(given)
@@ -257,79 +200,14 @@ class KroneckerPlusDiagonal(LazyOperator):
             raise value_error("mask", "one that is true somewhere", "one that is false everywhere")
         return mask
 
-    def slogdet(self) -> algebra.SlogDet:
-        """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each; see `logdet`."""
-        return algebra.SlogDet(*self._on_shifted(lambda k: self._slogdet(k, self._basis(k), None), identities=self._form == EQUAL))
-
-    def _slogdet(self, k: Shifted, basis: Basis | None, probes: Probes | None) -> tuple[Tensor, Tensor]:
-        if k.form == VECTOR and probes is not None and self._shape[-1]:
+    def _slogdet(self, basis: Basis | None, probes: Probes | None) -> Determinant:
+        k = self._shifted(identities=self._form == EQUAL)
+        if basis is None and probes is not None and self._shape[-1]:
             found, error = estimate(k, probes)
-            self.standard_error = error if isinstance(self._first[1], Tensor) else error.cpu().numpy()
-            return torch.ones_like(found, dtype=k.factors[0].dtype), found
-        if k.form == VECTOR and math.prod(self._shape) > DENSE_LIMIT:
-            expected = f"a number of probe vectors, such as 32: matrices with a vector D are factorized up to {DENSE_LIMIT} elements in all"
-            raise value_error("probes", expected, f"None for shape {self._shape}")
-        return shifted.slogdet(k, basis)
-
-    def logdet(self, *, probes: int | None = None, generator: torch.Generator | None = None) -> Any:
-        """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
-
-        By eigenvectors where D has equal elements or is a Kronecker product of diagonals, with derivatives of the first and of the second
-        order that bear equal eigenvalues. Of a vector D by the dense matrix, up to 2**26 elements, or as an estimate by stochastic Lanczos
-        quadrature (Ubaru, Chen and Saad, 2017) with derivatives of the first order; `standard_error` tells its error.
-
-        Args:
-            probes: of the estimate: the number of random vectors, whose error falls with its square root. Other determinants need none.
-            generator: of the random vectors.
-
-        Raises:
-            TypeError: float16 or bfloat16 factors, or probes are no integer.
-            ValueError: a factor is not square, a Kronecker product of diagonals is not positive, D is a vector of more than 8192 and no
-                probes are given, or in an estimate ``K + D`` is not Hermitian and positive definite.
-            torch.linalg.LinAlgError: in second derivatives, a factor has nearly dependent eigenvectors.
-        """
-        given = probes_of(self, probes, generator)
-        return self._on_shifted(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k), given)), identities=self._form == EQUAL)
-
-    def inv_quad_logdet(
-        self,
-        b: Any,
-        *,
-        tolerance: Any = None,
-        max_iterations: int = 1000,
-        preconditioner: bool | Callable[[Tensor], Tensor] = True,
-        progress: Callable[[int, Any], Any] | None = None,
-        probes: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> InvQuadLogdet:
-        """``sum(conj(b) * A^-1 b)`` and ``log det A``, as linear_operator's method of this name.
-
-        Args:
-            b: ``[n]``, or ``[*batch, n, M]``, whose columns are summed over.
-            tolerance: as `solve`.
-            max_iterations: as `solve`.
-            preconditioner: as `solve`.
-            progress: as `solve`.
-            probes: as `logdet`.
-            generator: as `logdet`.
-
-        Raises:
-            TypeError: as `solve` and `logdet`.
-            ValueError: as `solve` and `logdet`.
-
-        Example:
-            >>> A = KroneckerProduct([torch.eye(4), torch.eye(5)]).add_diagonal(1.0)
-            >>> quadratic, logdet = A.inv_quad_logdet(torch.ones(20))
-        """
-        iterative = _Iterative(None, *iterative_options(self, tolerance, max_iterations, preconditioner, progress))
-        given = probes_of(self, probes, generator, iterative.stop)
-
-        def both(k: Shifted, b: Tensor) -> tuple[Tensor, Tensor]:
-            basis = self._basis(k)
-            total = (b.conj() * self._solve(k, b, iterative, basis)).sum(-1 if b.ndim == 1 else (-2, -1))
-            return total.real if total.is_complex() else total, algebra.log_of(*self._slogdet(k, basis, given))
-
-        return InvQuadLogdet(*self._on_shifted(both, b, names=["b"], identities=self._form == EQUAL))
+            return torch.ones_like(found, dtype=k.factors[0].dtype), found, error
+        if basis is None:
+            self._check_dense("matrices with a vector D")
+        return *shifted.slogdet(k, basis), None
 
     def sample(self, sample_shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
         """Normal vectors of mean 0 and covariance A, with derivatives to factors and s of the first order.
@@ -352,8 +230,8 @@ class KroneckerPlusDiagonal(LazyOperator):
             raise type_error("sample_shape", "a sequence of integers", type_name(sample_shape))
         sizes = tuple([check_integer("sample_shape", s, "integers") for s in sample_shape])
 
-        def sample(k: Shifted) -> Tensor:
-            algebra.check_square(k.factors, "sample")
+        def sample(own: KroneckerPlusDiagonal) -> Tensor:
+            k = own._shifted(identities=self._form != KRONECKER)
             first = algebra.matrices(k.factors)[0]
 
             def draw() -> Tensor:
@@ -363,7 +241,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             found = shifted.sample(k, draw)
             return found.movedim(-1, 0).reshape(*sizes, *self._shape[:-1])
 
-        return self._on_shifted(sample, identities=self._form != KRONECKER)
+        return self._on_own("sample", sample)
 
     def eigh(self) -> algebra.Eigh:
         """Eigenvalues and eigenvectors of Hermitian factors and a D of equal elements, as those of `KroneckerProduct.eigh`.
@@ -374,12 +252,12 @@ class KroneckerPlusDiagonal(LazyOperator):
         """
         from fastkron_py.kron.operators.product import KroneckerProduct
 
-        values, vectors = self._on_shifted(self._eigh, identities=True)
+        values, vectors = self._on_shifted(self._eigh)
         return algebra.Eigh(values, KroneckerProduct(vectors))
 
     def eigvalsh(self) -> Any:
         """The eigenvalues of `eigh`, in the same order."""
-        return self._on_shifted(lambda k: self._eigh(k)[0], identities=True)
+        return self._on_shifted(lambda k: self._eigh(k)[0])
 
     def sqrt(self) -> KroneckerFunction:
         """``A^(1/2)`` of Hermitian factors, a D of equal elements and a positive semi-definite A, as `KroneckerProduct.sqrt`.
@@ -430,9 +308,3 @@ def plus_diagonal(product: LazyOperator, s: Any) -> KroneckerPlusDiagonal:
             raise value_error(label, expected, f"shape {tuple(t.shape)}")
     batch = broadcast_batch([product.shape[:-2], *[tuple(t.shape[:-1]) for t in given]], "factors, s")
     return KroneckerPlusDiagonal(factors, given, form, None, (*batch, n, n))
-
-
-def _torch_dtype(dtype: Any) -> torch.dtype:
-    """Of a tensor or an array; half types for which there is no linear algebra count as float32."""
-    found: Any = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.name)
-    return torch.float32 if found in (torch.float16, torch.bfloat16) else found

@@ -110,16 +110,11 @@ def slogdet(k: Shifted, basis: Basis | None, share: Share = WHOLE_BASIS) -> tupl
     if basis is None:
         found = torch.linalg.slogdet(dense(k))
         return found.sign, found.logabsdet
-    sign, log = spectral.log_abs_det(reduced(algebra.matrices(k.factors), k.masses, "s")[0], k.shift, False, basis, share)
-    if k.form == EQUAL:
-        count = Columns.of(k.factors).width
-        return (
-            (sign, log)
-            if count == 1
-            else (algebra.monomial([sign], [count], signs=True).to(sign.dtype), algebra.times(log.double(), count).to(log.dtype))
-        )
-    of_diagonal = algebra.slogdet([torch.diag_embed(d) for d in k.diagonals])
-    return sign * of_diagonal[0], log + of_diagonal[1]
+    sign, log = spectral.slogdet(algebra.matrices(k.factors), k.masses, k.shift, False, basis, "s", share)
+    count = Columns.of(k.factors).width  # of equal determinants; identities are built where D is no number
+    if count == 1:
+        return sign, log
+    return algebra.monomial([sign], [count], signs=True).to(sign.dtype), algebra.times(log.double(), count).to(log.dtype)
 
 
 def dense(k: Shifted) -> Tensor:
@@ -277,19 +272,19 @@ class IterativeSystem:
         inside = torch.where(self.mask, x, 0)
         return torch.where(self.mask, self.product.apply(inside, parameters, adjoint), x)
 
+    def precondition(self, constants: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
+        """From a residual to an approximation of ``A^-1 r``, or of ``A^-H r``."""
+        if self.preconditioner is not None:
+            return self.preconditioner
+        if not constants:
+            return lambda r: r
+        own, mask = Preconditioner.of_tensors(constants).function(), self.mask
+        return own if mask is None else lambda r: torch.where(mask, own(torch.where(mask, r, 0)), r)
+
     def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A^-1 b``."""
-        own = None if self.preconditioner is not None or not constants else Preconditioner.of_tensors(constants).function()
-
-        def precondition(r: Tensor) -> Tensor:
-            if self.preconditioner is not None:
-                return self.preconditioner(r)
-            if own is None:
-                return r
-            z = own(r if self.mask is None else torch.where(self.mask, r, 0))
-            return z if self.mask is None else torch.where(self.mask, z, r)
-
-        x, found = conjugate_gradients(lambda p: self.apply(p, parameters, False), precondition, b, self.stop, self.inner)
+        apply, precondition = lambda p: self.apply(p, parameters, False), self.precondition(constants, adjoint)
+        x, found = conjugate_gradients(apply, precondition, b, self.stop, self.inner)
         self.note(found)
         return x
 

@@ -17,10 +17,11 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.operator import multiply_scaled
+from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.algebra import kron_vectors
 from fastkron_py.kron.operators.implicit import OfForm, linear_solve, pull_back
 from fastkron_py.kron.operators.modes import sum_matmul
-from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined, schur_basis
+from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined, reduced, schur_basis
 from fastkron_py.kron.operators.schur import solve_triangular
 from fastkron_py.runtime.batching import batchable_one_by_one
 from fastkron_py.runtime.precision import has_precisions, resolved
@@ -347,16 +348,31 @@ def _gradient(form: _LogForm, tensors: Sequence[Tensor], second: bool) -> Any:
     return gradients
 
 
-def log_abs_det(factors: Sequence[Tensor], shift: Tensor | None, sums: bool, basis: Basis, share: Share = WHOLE) -> Slogdet:
-    """Sign (or phase) and log of the absolute value of det E, ``[*batch]``; the log has two orders of derivatives to factors and shift.
+def slogdet(
+    factors: Sequence[Tensor], masses: Sequence[Tensor], shift: Tensor | None, sums: bool, basis: Basis, argument: str, share: Share = WHOLE
+) -> Slogdet:
+    """Sign (or phase) and log of the absolute value of the determinant of a sum or a shifted product, ``[*batch]``.
+
+    The log has two orders of derivatives to factors, masses and shift.
 
     Args:
-        factors: reduced ones (`pencil.reduced`), whose eigenvectors are ``basis.vectors``.
+        factors: ``[*batch_i, P_i, P_i]``.
+        masses: one for each factor; none for identities.
         shift: ``[*batch]`` or None.
         sums: whether E has sums of eigenvalues, else products.
         basis: of the pairs.
+        argument: the masses, as errors call them.
         share: the elements of E that this process takes the logarithms of.
     """
+    sign, log = _log_abs_det(reduced(factors, masses, argument)[0], shift, sums, basis, share)
+    if not masses:
+        return sign, log
+    of_masses = algebra.slogdet(masses)
+    return sign * of_masses[0], log + of_masses[1]
+
+
+def _log_abs_det(factors: Sequence[Tensor], shift: Tensor | None, sums: bool, basis: Basis, share: Share) -> Slogdet:
+    """The same of det E, of reduced factors (`pencil.reduced`), whose eigenvectors are ``basis.vectors``."""
     given, real = factors[0], factors[0].real.dtype
     with torch.no_grad():
         values = combined(basis.values, sums, shift, share)

@@ -49,6 +49,9 @@ def test_terms_that_commute_are_solved_directly(name: str, dtype: torch.dtype) -
         assert a.convergence is None
         near(a.slogdet().logabsdet, torch.linalg.slogdet(a.to_dense()).logabsdet)
         near(a.slogdet().sign, torch.linalg.slogdet(a.to_dense()).sign)
+        quadratic, logdet = a.inv_quad_logdet(b)
+        near(quadratic, (b.conj() * torch.linalg.solve(a.to_dense(), b)).sum().real)
+        near(logdet.real, torch.linalg.slogdet(a.to_dense()).logabsdet)
 
     def value(f: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         return COMMUTING[name](f, g).slogdet().logabsdet
