@@ -242,7 +242,7 @@ def _plan_of_gradients(x: Tensor, factors: Sequence[Tensor], left: bool, device:
 def _plan(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device, device_name: str) -> Plan:
     from fastkron_py.kron import forward
     from fastkron_py.kron.planner import choose
-    from fastkron_py.kron.rates import figure
+    from fastkron_py.kron.problem import Host
     from fastkron_py.runtime.precision import resolved
 
     given, text = _problem(x, factors, left, device_name)
@@ -253,7 +253,7 @@ def _plan(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device
     total = sum([seconds for seconds, _ in priced])
     rows = [_row(launch, own / total, others) for launch, (own, others) in zip(made.launches, priced, strict=True)]
     moves = made.transposed and any([place.before > 1 for place in made.places])
-    return Plan(text, tuple(rows), moves, made.seconds, figure("host", problem.gpu, "call") + made.host)
+    return Plan(text, tuple(rows), moves, made.seconds, Host.of(problem.gpu).call + made.host)
 
 
 def _row(launch: Launch, share: float, others: dict[str, float | str]) -> PlannedLaunch:

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch
-from fastkron_py.kron.rates import figure
-from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES
+from fastkron_py.kron.rates import figures
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, VECTOR_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 MICROSECOND: Final = 1e-6
 WORD: Final = 4  # bytes
-CACHE_BYTES: Final = 32e6  # of what a launch reads and writes stay in an L2 cache, about
-VECTOR_BYTES: Final = 16  # that a thread loads or stores at once
 BLOCK_K: Final = 32  # terms of a step of the kernel for large factors: a producer's registers hold a tile, and the next one
 
 _Strides = tuple[int, int, int, int, int]
@@ -243,6 +241,42 @@ class Segment:
         return Mode(*sizes, problem.passes, problem.gpu, adds, others)
 
 
+class Host(NamedTuple):
+    """Figures of the host, which are not measured at run time: hosts differ by a factor of two, and a CUDA graph's replay waits for none.
+
+    Attributes:
+        call: seconds of a call of the library.
+        launch: of a launch of a kernel.
+        product: of a call of torch's products.
+        buffer: of an allocation.
+        worth_waiting: of the time that a caller waits for the plan that is the fastest on the device, which a plan of less work for the
+            host has to beat.
+    """
+
+    call: float
+    launch: float
+    product: float
+    buffer: float
+    worth_waiting: float
+
+    @classmethod
+    def of(cls, gpu: GPU) -> Host:
+        """Those beside a GPU."""
+        return figures(cls, "host", gpu)
+
+
+class Memory(NamedTuple):
+    """Figures of a GPU's memory.
+
+    Attributes:
+        cache: bytes of what a launch reads and writes that stay in the L2 cache, about.
+        wait: seconds between two launches that wait for each other.
+    """
+
+    cache: float
+    wait: float
+
+
 class HostWork(NamedTuple):
     """What the host does for a launch: launches of kernels, calls of torch's products, and buffers that it allocates."""
 
@@ -251,11 +285,9 @@ class HostWork(NamedTuple):
     buffers: int = 1
 
     def seconds(self, gpu: GPU) -> float:
-        """Seconds that it takes: constants of the GPU's file, which are not measured at run time."""
-        launches, products, buffers = [
-            count * figure("host", gpu, what) for count, what in zip(self, ("launch", "product", "buffer"), strict=True)
-        ]
-        return launches + products + buffers
+        """Seconds that it takes."""
+        host = Host.of(gpu)
+        return self.launches * host.launch + self.products * host.product + self.buffers * host.buffer
 
 
 class Offer(NamedTuple):
@@ -320,11 +352,6 @@ class Mode(_Mode):
         moved = passes * self.slices * (self.p + self.q) + self.p * self.q
         return self.batches * moved * self.itemsize / self.gpu.bandwidth
 
-    @property
-    def wait(self) -> float:
-        """Seconds between two launches that wait for each other."""
-        return figure("launch", self.gpu, "wait")
-
     @cached_property
     def at_once(self) -> int:
         """Multiprocessors that share the work, as models of time see them."""
@@ -358,7 +385,7 @@ class Mode(_Mode):
     def streamed(self) -> float:
         """Seconds to move what does not stay in the cache, at the least."""
         moved = self.batches * self.slices * (self.p + self.q) * self.itemsize
-        return max(0.0, moved - CACHE_BYTES) / self.gpu.bandwidth
+        return max(0.0, moved - figures(Memory, "memory", self.gpu).cache) / self.gpu.bandwidth
 
     def moves(self, block_s: int, run: int) -> dict[str, float]:
         """The quantities that a launch of tiles has in common with all others, in seconds: what it reads of x and writes of the result.

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, Order, TileLayout, bits_of, digits_of, order_of, without
 from fastkron_py.kron.families import fragments
-from fastkron_py.kron.families.tile_gradients import fused_launch
+from fastkron_py.kron.families.fragments import CHAIN_WIDTH, MOST_OFFSET, TILE
+from fastkron_py.kron.families.tile_gradients import SUM_NUMBERS, fused_launch
 from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
-from fastkron_py.kron.plan.steps import run_of
-from fastkron_py.kron.problem import ceil
-from fastkron_py.runtime.gpu import SECTOR_BYTES
+from fastkron_py.kron.plan.steps import DOT_SIDE, run_of
+from fastkron_py.kron.problem import WORD, ceil
+from fastkron_py.runtime.gpu import SECTOR_BYTES, VECTOR_BYTES
 
 if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
@@ -30,24 +31,19 @@ gradient_order: Final = 10
 
 STEP_WIDTHS: Final = (16, 32, 64)
 GRADIENT_WIDTHS: Final = (16, 32, 64, 128)  # without dx
-TILE: Final = 4096
 # Slices that one warp, or all that share a sum, take at a time.
-CHUNK: Final = 16
+CHUNK: Final = DOT_SIDE
 ROW: Final = 32  # elements of a row of shared memory: every bank once
-# A [P, Q] sum of at most this many elements is kept once for each warp, which then multiplies slices of its own.
-PART_ELEMENTS: Final = 1024
 # A step of 8 is narrower than a product of two operands that are no factors: neighbours of the mode before are taken along, as one
 # mode of 64. Two of them make a sum of 16 x 16, whose diagonal blocks are wanted.
 NARROW: Final = 8
-NEIGHBOURS: Final = 8
-SUMMED: Final = 2
-REPEATED: Final = -1  # in place of a bit's place: these warps hold the same
+NEIGHBOURS: Final = CHAIN_WIDTH // NARROW
+SUMMED: Final = DOT_SIDE // NARROW
 PAIR_WIDTHS: Final = (16, 32)
 PAIR_WARPS: Final = 4
-_VECTOR_BITS: Final = 2  # of the elements that a thread moves at once, 16 bytes
-_VECTOR: Final = 1 << _VECTOR_BITS
-_SECTOR: Final = SECTOR_BYTES // 4  # elements
-_MOST_OFFSET: Final = 2**31 - 1
+_VECTOR: Final = VECTOR_BYTES // WORD  # elements that a thread moves at once
+_VECTOR_BITS: Final = digits_of(_VECTOR)
+_SECTOR: Final = SECTOR_BYTES // WORD  # elements
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class Operand:
 
     registers: tuple[int, ...]
     lanes: tuple[int, ...]
-    warps: tuple[int, ...]
+    warps: tuple[int | None, ...]  # None where these warps hold the same
     order: Order  # dimensions of the tile seen as 2 x 2 x ... x 2
     shape: tuple[int, ...]
 
@@ -89,15 +85,15 @@ class Operand:
 def operand_of(tile: Sequence[Bit], dims: Sequence[Sequence[Bit]], lanes: Sequence[Bit], warps: Sequence[Bit | None]) -> Operand:
     """An operand of a tile: bits of each of its dimensions, of lanes and of warps, lowest first; None where warps hold the same."""
     registers = tuple([i for i, b in enumerate(tile) if b not in lanes and b not in warps])
-    places = tuple([REPEATED if b is None else tile.index(b) for b in warps])
+    places = tuple([None if b is None else tile.index(b) for b in warps])
     return Operand(registers, tuple(map(tile.index, lanes)), places, order_of([tile], dims), tuple([1 << len(d) for d in dims]))
 
 
 def bases(operand: Operand) -> tuple[Bases, Bases, Bases]:
     """(row, column) offsets in shared memory, rows of 32, of an operand's registers, lanes and warps."""
 
-    def base(place: int) -> tuple[int, int]:
-        if place == REPEATED:
+    def base(place: int | None) -> tuple[int, int]:
+        if place is None:
             return 0, 0
         return (0, 1 << place) if 1 << place < ROW else ((1 << place) // ROW, 0)
 
@@ -264,7 +260,7 @@ def step_gradient_config(
     neighbours = NEIGHBOURS if narrow else 1
     block_s = 32 if wide else TILE // (max(p, q) * neighbours)
     across = min(4, p // 16)
-    warps = (1, across, 8 // across) if wide else (1, 2, 2) if p * q > PART_ELEMENTS else (4, 1, 1)
+    warps = (1, across, 8 // across) if wide else (1, 2, 2) if p * q > SUM_NUMBERS else (4, 1, 1)
     if fastest % block_s or num_slices % block_s or 1 < after < _SECTOR:
         return None
     per_sm = 1 if wide else 2 if max(p, q) == STEP_WIDTHS[-1] else 3  # programs that shared memory has room for
@@ -514,7 +510,7 @@ def _taken(problem: GroupProblem) -> tuple[GroupProblem, GradientConfig] | str:
         p, q = (size // problem.neighbours for size in problem.sizes)
         if problem.neighbours > 1 or min(p, q) > NARROW:
             config = step_gradient_config(p, q, *around, problem.need_x)
-    if config is None or (addresses["TAIL"] and after * max(problem.sizes) + config.block_s > _MOST_OFFSET):
+    if config is None or (addresses["TAIL"] and after * max(problem.sizes) + config.block_s > MOST_OFFSET):
         widths = PAIR_WIDTHS if is_chain else STEP_WIDTHS if problem.need_x else GRADIENT_WIDTHS
         return f"takes {'two steps' if is_chain else 'a step'} of {widths} rows and columns, in whole tiles, one a multiprocessor at least"
     return problem, config

@@ -34,12 +34,11 @@ order: Final = 0
 moves_to_front: Final = True
 add: Final = add_launch
 
-# Neighbours are formed up to this width, in real numbers: beyond it the extra FLOPs cost more than a step.
-MERGE_WIDTH: Final = 64
-# Widths up to which complex ones are; each gives a candidate. Gates of a circuit are narrow and many.
-COMPLEX_MERGES: Final = (16, 32, 64)
-# Steps wider than this, in real numbers, loop over blocks of the factor and are not chained.
+# Steps wider than this, in real numbers, loop over blocks of the factor and are not chained. Neighbours are formed up to it: beyond, the
+# extra FLOPs cost more than a step.
 CHAIN_WIDTH: Final = 64
+# Widths up to which complex ones are; each gives a candidate. Gates of a circuit are narrow and many.
+COMPLEX_MERGES: Final = (CHAIN_WIDTH // 4, CHAIN_WIDTH // 2, CHAIN_WIDTH)
 LARGE_CHAIN: Final = 1024  # real numbers of a slice, beyond which a multiprocessor has no room for two tiles
 CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
@@ -47,7 +46,7 @@ CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 SINGLE_SLICES: Final = 128  # of a tile of a single step, as the closed form takes it, at most
 SINGLE_TILE: Final = 1 << 15  # elements of any one tile of a single step: more take a compiler minutes
 
-RESIDENT: Final = 128  # width up to which one step keeps the whole factor on chip, but for float64
+RESIDENT: Final = 2 * CHAIN_WIDTH  # width up to which one step keeps the whole factor on chip, but for float64
 
 
 @dataclass(frozen=True)
@@ -156,13 +155,13 @@ def _single_configs(p: int, q: int, itemsize: int, block_s: int, gpu: GPU) -> tu
     if itemsize == 8 and not gpu.has_float64_cores:
         return (spare,)  # larger blocks spill
     widest = max(block_p, block_q)
-    if widest <= 64:
+    if widest <= CHAIN_WIDTH:
         warps, programs = (4, 3) if itemsize == 2 else (8, 2)
         return (*[SingleConfig(block_s, block_p, block_q, warps, stages, programs) for stages in (3, 2, 1)], spare)
     looped = SingleConfig(min(block_s, 64), min(block_p, 32), min(block_q, 64), 4, 3, 2)
     if itemsize == 8:
         return (looped, spare)
-    if widest > 128:
+    if widest > RESIDENT:
         return (SingleConfig(block_s, 64, min(block_q, 64), 4, 2, 2), looped, spare)
     # The whole factor stays in shared memory; in three-pass TF32 both halves of it, whose products spill, only where that was measured.
     if itemsize == 4:
@@ -238,7 +237,7 @@ def offers(segment: Segment) -> list[Offer] | str:
 @lru_cache(maxsize=4096)
 def _launches(ps: tuple[int, ...], qs: tuple[int, ...], parts: int) -> list[Launch]:
     """Candidates for a launch of these factors, of elements of this number of parts."""
-    widths = COMPLEX_MERGES if parts > 1 else (MERGE_WIDTH,)
+    widths = COMPLEX_MERGES if parts > 1 else (CHAIN_WIDTH,)
     return [Launch(steps_of(ps, qs, ends, parts), name) for ends in dict.fromkeys([merged(ps, qs, width // parts) for width in widths])]
 
 

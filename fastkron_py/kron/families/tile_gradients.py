@@ -23,15 +23,15 @@ name: Final = tile.name
 gradient_order: Final = 20
 
 # Widest step of a fused kernel, and of a chain, in real numbers: beyond it the sums, operands and factors do not fit into registers.
-STEP_WIDTH: Final = 64
-CHAIN_WIDTH: Final = 32
+STEP_WIDTH: Final = tile.CHAIN_WIDTH
+CHAIN_WIDTH: Final = STEP_WIDTH // 2
 MOST_FACTORS: Final = 8  # of a step: a factor's gradient multiplies all others out, and the kernel takes long to compile
 # Padded numbers of a tile of u, or of g, of 4 bytes: sixteen a thread of four warps, or of eight. More spill, as compiled
 # for an H100, where two programs of four warps fit on a multiprocessor, which hide each other's waiting, or one of eight.
 TILE: Final = 2048
-LARGEST_TILE: Final = 4096
+LARGEST_TILE: Final = 2 * TILE
 # A [P, Q] sum of at most this many numbers is kept once for each warp, which then multiplies slices of its own.
-SUM_NUMBERS: Final = 1024
+SUM_NUMBERS: Final = CHAIN_WIDTH**2
 PROGRAMS_PER_SM: Final = {2: 4, 4: 2, 8: 2}  # by bytes of a number
 SPLITS_PER_SM: Final = 4  # of a factor's gradient, whose tiles are small
 
@@ -192,7 +192,6 @@ def factor_quantities(problem: GroupProblem, config: FactorConfig) -> dict[str, 
     products = mode.operating(2 * rounds * config.slices_per_split * config.block_p * config.block_q)
     is_uneven = bool(mode.p % config.block_p or mode.q % config.block_q)
     return problem.moves(config.block_s, run_of(1, mode.after, config.block_s), config.splits) | {
-        "operations": products,
         "scattered_operations": products if mode.is_scattered else 0.0,
         "uneven_operations": products if is_uneven else 0.0,
         "tiles": moved,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fastkron_py.kron.bits import SLICE, Bit
 from fastkron_py.kron.families.fragments_gradients import (
-    REPEATED,
     ROW,
     GradientConfig,
     Operand,
@@ -99,7 +98,7 @@ def operands(p: int, q: int, runs: bool, need_x: bool) -> tuple[GradientConfig, 
 
 def test_every_element_has_one_place():
     for config, operand in [(config, operand) for config, found in itertools.starmap(operands, CASES) for operand in found]:
-        places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n != REPEATED]
+        places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n is not None]
         assert sorted(places) == list(range(len(operand.order)))
         assert len(operand.lanes) == 5
         assert 1 << len(operand.warps) == config.num_warps

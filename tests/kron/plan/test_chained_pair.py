@@ -13,7 +13,6 @@ from fastkron_py.kron.bits import SLICE, Bit
 from fastkron_py.kron.families.fragments_gradients import (
     PAIR_WARPS,
     PAIR_WIDTHS,
-    REPEATED,
     ROW,
     Constant,
     GradientConfig,
@@ -121,7 +120,7 @@ def test_every_element_has_one_place():
     plans = [pair_gradient(p, q, config_of(p, q, runs), runs) for p, q, runs in CASES]
     constants = [c.operand for plan in plans for c in (plan.c_factor, plan.h_factor, plan.again_factor, plan.x_factor)]
     for operand in (*itertools.chain.from_iterable(map(operands, plans)), *constants):
-        places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n != REPEATED]
+        places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n is not None]
         assert sorted(places) == list(range(len(operand.order)))
         assert len(operand.lanes) == 5
         assert 1 << len(operand.warps) == PAIR_WARPS

@@ -10,7 +10,6 @@ from planning import DTYPES, planned
 
 from fastkron_py.kron.families.tile import (
     CHAIN_WIDTH,
-    MERGE_WIDTH,
     chain_configs,
     chain_shared_memory,
     is_chain,
@@ -38,7 +37,7 @@ def test_every_factor_is_multiplied_once_in_legal_launches(sizes, numbers, rows,
             assert step.p == math.prod(ps[step.start : step.stop])
             assert step.q == math.prod(qs[step.start : step.stop])
             if step.stop - step.start > 1:
-                assert parts * max(step.p, step.q) <= MERGE_WIDTH
+                assert parts * max(step.p, step.q) <= CHAIN_WIDTH
         if len(launch.steps) > 1:
             assert parts * max(max(s.p, s.q) for s in launch.steps) <= CHAIN_WIDTH
             assert is_chain(launch, itemsize, launch.stop == len(ps) and columns == 1)
