@@ -25,7 +25,6 @@ from fastkron_py.runtime.errors import value_error
 
 IN_PLACE_WIDTH: Final = 32  # in real numbers, beyond which torch's products may be faster
 MOST_ORDERED: Final = 4  # launches in place, whose orders are compared
-WORTH_ORDERING: Final = 0.95  # of the seconds of the order that moves the fewest elements
 TIE: Final = 0.03  # offers are as good as the best one within this share of its seconds, or a microsecond: models are no better
 
 
@@ -306,8 +305,7 @@ def _in_place(draft: Draft, bids: _Bids) -> Plan:
     if not problem.ends_with_last and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for _, launch in launches]):
         orders = [_repriced(order, bids, is_free) for is_free in (True, False) for order in permutations(launches)]
         least = min(orders, key=lambda made: (time_of(problem, made), made.seconds))
-        kept = time_of(problem, best)
-        if time_of(problem, least) < min(kept * WORTH_ORDERING, kept - MICROSECOND):
+        if is_worse(time_of(problem, best), time_of(problem, least)):
             best = least
     return _made_of(problem, best, False)
 
