@@ -261,9 +261,12 @@ class _Pass:
         mine, widths = self.order[span], self._in_place(self.ps[: group.stop] + self.qs[group.stop :])
         strides = [self.factors[i].stride() for i in mine]
         return GroupProblem(
+            u.dtype,
+            self.precision,
+            devices.gpu_of(self.build.device),
+            (groups, rows, math.prod(widths[: mine[0]]), math.prod(widths[mine[-1] + 1 :]) * columns),
             group.split - group.start,
             group.fused,
-            (groups, rows, math.prod(widths[: mine[0]]), math.prod(widths[mine[-1] + 1 :]) * columns),
             rows_of(u),
             rows_of(self.g),
             tuple(zip(self.ps[span], self.qs[span], strict=True)),
@@ -271,10 +274,7 @@ class _Pass:
             need_x,
             tuple(need_factors[span]),
             scaled,
-            self.precision,
-            u.dtype,
             self.gradient_dtype,
-            devices.gpu_of(self.build.device),
         )
 
 

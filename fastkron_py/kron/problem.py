@@ -44,11 +44,6 @@ def batch_stride(t: Tensor) -> int:
     return t.stride(0) if t.shape[0] > 1 else 0
 
 
-def passes_of(dtype: torch.dtype, precision: str) -> int:
-    """Products of tensor cores that a product of this precision takes."""
-    return 3 if dtype.to_real().itemsize == 4 and precision == "highest" else 1
-
-
 class Rows(NamedTuple):
     """Strides of an operand ``[B, L, n, R]`` whose last two dimensions are one run with a constant stride.
 
@@ -75,16 +70,19 @@ class Rows(NamedTuple):
         return (self.batch, self.row, self.unit, others * self.unit, 0)
 
 
+@dataclass(frozen=True)
 class Elements:
-    """What problems say of their elements.
+    """What all problems say of their elements.
 
     Attributes:
         dtype: of all tensors.
         precision: of float32 products.
+        gpu: that they are multiplied on.
     """
 
     dtype: torch.dtype
     precision: str
+    gpu: GPU
 
     @cached_property
     def parts(self) -> int:
@@ -98,8 +96,16 @@ class Elements:
 
     @cached_property
     def passes(self) -> int:
-        """Products of tensor cores that a product takes."""
-        return passes_of(self.dtype, self.precision)
+        """Products of tensor cores that a product takes: 3 of float32 as such, 1 of TF32 and other dtypes."""
+        return 3 if self.itemsize == WORD and self.precision == "highest" else 1
+
+    def mode_of(self, shape: tuple[int, int, int, int], p: int, q: int, adds: bool = False, to_front: int = 0) -> Mode:
+        """The sizes of a multiply of one mode by a factor p x q, in an operand with this (B, L, before, after) around the mode.
+
+        A complex factor is a real one of twice the sides (`tiling.addresses`). What z adds and where the mode goes are as in `Mode`.
+        """
+        groups, rows, before, after = shape
+        return Mode(groups, rows * before, after, self.parts * p, self.parts * q, self.itemsize, self.passes, self.gpu, adds, to_front)
 
 
 @dataclass(frozen=True)
@@ -116,9 +122,6 @@ class Problem(Elements):
         stop: see start.
         sizes: of the modes of x.
         scaled: alpha is not 1.
-        precision: of float32 products.
-        dtype: of all tensors.
-        gpu: that it runs on.
         conj: whether the factors are conjugated.
         whole_rows: vectors of 16 bytes of x begin at multiples of 16 bytes, as the kernel for whole rows copies them.
         epilogue: of the last launch, if there is a z.
@@ -135,10 +138,7 @@ class Problem(Elements):
     start: int
     stop: int
     sizes: tuple[int, ...]
-    scaled: bool
-    precision: str
-    dtype: torch.dtype
-    gpu: GPU
+    scaled: bool = False
     conj: bool = False
     whole_rows: bool = False
     epilogue: StoreEpilogue | None = None
@@ -200,7 +200,7 @@ def contiguous_problem(
     x = Rows(0, math.prod(sizes) * columns, 1)
     factor_shapes, strides = tuple([(1, *s) for s in shapes]), tuple([(0, q, 1) for _, q in shapes])
     shape = (1, rows, math.prod(sizes), columns)
-    return Problem(shape, x, None, factor_shapes, strides, 0, len(shapes), sizes, False, precision, dtype, gpu, **more)
+    return Problem(dtype, precision, gpu, shape, x, None, factor_shapes, strides, 0, len(shapes), sizes, **more)
 
 
 @dataclass(frozen=True)
@@ -234,11 +234,9 @@ class Segment:
     @cached_property
     def mode(self) -> Mode:
         """Its factors as one mode."""
-        problem, parts = self.problem, self.problem.parts
-        (groups, rows), (p, q) = problem.shape[:2], (math.prod(self.ps), math.prod(self.qs))
-        adds, others = self.is_final and problem.z is not None, 0 if self.in_place else self.before
-        sizes = (groups, rows * self.before, self.after, parts * p, parts * q, problem.itemsize)
-        return Mode(*sizes, problem.passes, problem.gpu, adds, others)
+        shape = (*self.problem.shape[:2], self.before, self.after)
+        adds, others = self.is_final and self.problem.z is not None, 0 if self.in_place else self.before
+        return self.problem.mode_of(shape, math.prod(self.ps), math.prod(self.qs), adds, others)
 
 
 class Host(NamedTuple):
@@ -298,8 +296,11 @@ class Offer(NamedTuple):
     host: HostWork = HostWork()
 
 
-class _Mode(NamedTuple):
-    """The fields of `Mode`.
+@dataclass(frozen=True)
+class Mode:
+    """A multiply of one mode ``[.., P, after]``, or the gradient of its factor, as models of seconds see it.
+
+    All offers for a segment share one, and the numbers that it has worked out.
 
     Attributes:
         batches: of factors.
@@ -308,7 +309,7 @@ class _Mode(NamedTuple):
         p: rows of the factor.
         q: columns of the factor.
         itemsize: bytes of an element.
-        passes: over the tensor cores; 3 for float32 as such, 1 for TF32 and other dtypes.
+        passes: over the tensor cores.
         gpu: that it runs on.
         adds: whether z is added to the result.
         to_front: elements of a row beside the mode, if the result has it ahead of them; 0 if it stays in place.
@@ -324,13 +325,6 @@ class _Mode(NamedTuple):
     gpu: GPU
     adds: bool = False
     to_front: int = 0
-
-
-class Mode(_Mode):
-    """A multiply of one mode ``[.., P, after]``, or the gradient of its factor, as models of seconds see it.
-
-    All offers for a segment share one, and the numbers that it has worked out.
-    """
 
     @cached_property
     def slices(self) -> int:
@@ -430,16 +424,6 @@ class Mode(_Mode):
         return passes * self.batches * self.slices * self.q * self.itemsize / self.gpu.bandwidth
 
 
-def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype, precision: str, gpu: GPU) -> Mode:
-    """The sizes of a multiply of one mode by a factor p x q, in an operand with this (B, L, before, after) around the mode.
-
-    A complex factor is a real one of twice the sides (`tiling.addresses`).
-    """
-    groups, rows, before, after = shape
-    parts, real = parts_of(dtype), dtype.to_real()
-    return Mode(groups, rows * before, after, parts * p, parts * q, real.itemsize, passes_of(dtype, precision), gpu)
-
-
 def ceil(n: int, block: int) -> int:
     """Blocks that cover n."""
     return -(-n // block)
@@ -450,6 +434,7 @@ def filled(size: int, block: int) -> float:
     return size / (ceil(size, block) * block)
 
 
+@dataclass(frozen=True)
 class OnSlices(Elements):
     """What a launch's problem and that of its gradients say of their slices.
 
@@ -471,28 +456,20 @@ class LaunchProblem(OnSlices):
 
     Attributes:
         launch: its steps and its family.
-        dtype: of all tensors.
-        precision: of float32 products.
         epilogue: of the sums.
-        shape: (B, L, before, after) around the launch's modes.
-        transposed: the modes, which are the last ones of x, are the first ones of y.
-        mode_stride: of a transposed y, in elements: ``before``, or more where y is a block of a tensor.
+        mode_stride: if the modes, which are the last ones of x, are the first ones of y, their stride there: ``before``, or more where y is
+            a block of a tensor; 0 if they stay in place.
         columns: R of x and of the result.
         x: strides of the operand.
         y: strides of the result.
         z: strides of the addend; those of y where there is none.
         factor_shapes: (P, Q) of each factor.
         factor_strides: (B, P, Q) of each factor.
-        gpu: that it runs on.
         conj: whether the factors are conjugated.
     """
 
     launch: Launch
-    dtype: torch.dtype
-    precision: str
     epilogue: StoreEpilogue
-    shape: tuple[int, int, int, int]
-    transposed: bool
     mode_stride: int
     columns: int
     x: Rows
@@ -500,13 +477,12 @@ class LaunchProblem(OnSlices):
     z: Rows
     factor_shapes: tuple[tuple[int, int], ...]
     factor_strides: tuple[tuple[int, int, int], ...]
-    gpu: GPU
     conj: bool = False
 
     @cached_property
     def mode(self) -> Mode:
         """The sizes of a launch of one step."""
-        return mode_of(self.shape, self.launch.p, self.launch.q, self.dtype, self.precision, self.gpu)
+        return self.mode_of(self.shape, self.launch.p, self.launch.q)
 
     @property
     def result_shape(self) -> tuple[int, int, int, int]:
@@ -519,7 +495,7 @@ class LaunchProblem(OnSlices):
         """The arguments that every kernel of a multiply has: strides, sizes and the epilogue."""
         (_, rows, before, after), launch = self.shape, self.launch
         merged = False
-        if self.transposed:
+        if self.mode_stride:
             x, y, z = self.x.in_place(launch.p, 1, False), *[r.transposed(self.mode_stride) for r in (self.y, self.z)]
         else:
             pairs = ((self.x, launch.p), (self.y, launch.q), (self.z, launch.q))

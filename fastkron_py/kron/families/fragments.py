@@ -421,7 +421,7 @@ def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchC
     batches, _, before, after = problem.shape
     steps, common, num_slices = problem.launch.steps, problem.common, problem.num_slices
     head, tail = common["HEAD"], common["TAIL"]
-    plan = chained_layout(steps, config.block_s, config.num_warps, problem.dtype.itemsize, (tail, tail or problem.transposed))
+    plan = chained_layout(steps, config.block_s, config.num_warps, problem.dtype.itemsize, (tail, tail or problem.mode_stride > 0))
     run = run_of(before, after, config.block_s) if head or tail else config.block_s
     num_tiles = batches * math.ceil(num_slices / config.block_s)
     loop = config.programs_per_sm > 0 and batches == 1

@@ -300,7 +300,7 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     is_chain = len(launch.steps) > 1
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, not is_chain and len(problem.factor_shapes) == 1)
     elements = common | {"ACC": acc, "PARTS": parts, "CONJ": problem.conj}
-    elements |= {"COMPUTE": compute, "PRECISION": precision, "TRANSPOSED": problem.transposed or common["TAIL"]}
+    elements |= {"COMPUTE": compute, "PRECISION": precision, "TRANSPOSED": problem.mode_stride > 0 or common["TAIL"]}
     elements |= _chain_constants(launch, problem.shape[0]) if is_chain else {"P": launch.p, "Q": launch.q}
     closed = configs(launch, problem.itemsize, problem.num_slices, problem.shape[2:], gpu, parts)
     own = (launch.config,) if isinstance(launch.config, SingleConfig | ChainConfig) else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -129,7 +130,7 @@ def copied_width(width: int, itemsize: int) -> int:
 def _aligned(mode: Mode) -> Mode:
     """The multiply of copies, with the mode last."""
     p, q = (copied_width(width, mode.itemsize) for width in (mode.p, mode.q))
-    return mode._replace(runs=mode.slices, after=1, p=p, q=q, adds=False)
+    return replace(mode, runs=mode.slices, after=1, p=p, q=q, adds=False)
 
 
 def copying_quantities(mode: Mode) -> dict[str, float]:
@@ -233,7 +234,7 @@ def offers(segment: Segment) -> list[Offer] | str:
     makes_memory = problem.itemsize == WORD or segment.mode.adds  # else torch does, in the call of its product
     work = {"matmul": HostWork(0, 1, int(makes_memory)), "copying": HostWork(3, 1, 3), "gemm": HostWork(1, 0, 1)}
     may_add = problem.epilogue is None or problem.epilogue.scales_by is None
-    times = multiply_times(segment.mode if may_add else segment.mode._replace(adds=False))
+    times = multiply_times(segment.mode if may_add else replace(segment.mode, adds=False))
     return [Offer(seconds, Launch(steps, name, algorithm), work[algorithm]) for algorithm, seconds in times.items()]
 
 
@@ -252,7 +253,7 @@ def add(
     from fastkron_py.kron.matmul_step import add_gemm_step, add_products
 
     may_add = z is not None and problem.epilogue.scales_by is None
-    found = problem.launch.config or multiply_algorithm(problem.mode._replace(adds=may_add))
+    found = problem.launch.config or multiply_algorithm(replace(problem.mode, adds=may_add))
     if found == "gemm" and may_add:
         return add_gemm_step(build, problem, x, factors, z, y, scale)
     return add_products(build, problem, x, factors, z, y, scale, "matmul" if found == "gemm" else found)
