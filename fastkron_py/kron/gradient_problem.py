@@ -142,6 +142,12 @@ class GroupProblem(OnSlices):
             "TAIL": after != 1,
         }
 
+    @property
+    def fastest(self) -> int:
+        """Slices in a row of memory: those of what comes after the modes, or of the modes before them, or all."""
+        _, rows, before, after = self.shape
+        return after if self.addresses["TAIL"] else before if self.addresses["HEAD"] else rows * before
+
     @cached_property
     def common(self) -> dict[str, Any]:
         """The arguments that every kernel of a fused group has."""

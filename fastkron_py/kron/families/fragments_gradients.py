@@ -237,43 +237,34 @@ def _back(p: int, q: int, tile: tuple[Bit, ...], config: GradientConfig, runs: b
     return Back(operand, _digits(columns), _digits(out), order, store)
 
 
-def step_gradient_config(
-    p: int, q: int, num_slices: int, after: int, fastest: int, groups: int, multiprocessors: int, need_x: bool
-) -> GradientConfig | None:
+def step_gradient_config(problem: GroupProblem) -> GradientConfig | None:
     """The tile for a step, or None where the kernel cannot take it: the single statement of its limits.
 
-    Args:
-        p: rows of the factor.
-        q: its columns.
-        num_slices: slices of each batch of factors; where p is NARROW, of NEIGHBOURS taken together.
-        after: neighbours that a slice's elements stand among, 1 where a slice is one run of memory.
-        fastest: slices in a row of memory: after, or the modes before it, or all.
-        groups: number of batches of factors.
-        multiprocessors: of the device.
-        need_x: dx is wanted too.
+    A step of NARROW rows and columns is taken with its neighbours alone.
     """
-    narrow = p == q == NARROW
-    widths = STEP_WIDTHS if need_x else GRADIENT_WIDTHS
-    if not narrow and (p not in widths or q not in widths):
+    neighbours, num_slices, after = problem.neighbours, problem.num_slices, problem.shape[3]
+    p, q = (size // neighbours for size in problem.sizes)
+    widths = STEP_WIDTHS if problem.need_x else GRADIENT_WIDTHS
+    if neighbours == 1 and (p not in widths or q not in widths):
         return None
     wide = max(p, q) > STEP_WIDTHS[-1]
-    neighbours = NEIGHBOURS if narrow else 1
     block_s = 32 if wide else TILE // (max(p, q) * neighbours)
     across = min(4, p // 16)
     warps = (1, across, 8 // across) if wide else (1, 2, 2) if p * q > SUM_NUMBERS else (4, 1, 1)
-    if fastest % block_s or num_slices % block_s or 1 < after < _SECTOR:
+    if problem.fastest % block_s or num_slices % block_s or 1 < after < _SECTOR:
         return None
     per_sm = 1 if wide else 2 if max(p, q) == STEP_WIDTHS[-1] else 3  # programs that shared memory has room for
-    programs = _programs(num_slices // block_s, groups, multiprocessors, per_sm)
+    programs = _programs(problem, block_s, per_sm)
     # Warps of a narrow step take neighbours of their own, others slices.
-    chunk = CHUNK if narrow else CHUNK * warps[0]
+    chunk = CHUNK if neighbours > 1 else CHUNK * warps[0]
     return GradientConfig(block_s, chunk, warps, 3 if wide else 2, programs, neighbours) if programs else None
 
 
-def _programs(tiles: int, groups: int, multiprocessors: int, per_sm: int) -> int:
+def _programs(problem: GroupProblem, block_s: int, per_sm: int) -> int:
     """Programs of each batch of factors; none where there are fewer tiles than multiprocessors."""
-    most = max(1, -(-multiprocessors * per_sm // groups))
-    return -(-tiles // -(-tiles // most)) if tiles * groups >= multiprocessors else 0
+    tiles, groups, multiprocessors = problem.num_slices // block_s, problem.shape[0], problem.gpu.multiprocessors
+    most = max(1, ceil(multiprocessors * per_sm, groups))
+    return ceil(tiles, ceil(tiles, most)) if tiles * groups >= multiprocessors else 0
 
 
 # ---- a chain of two steps `u (A (x) B)` ----------------------------------------------------------
@@ -461,29 +452,18 @@ def pair_gradient(p: tuple[int, int], q: tuple[int, int], config: GradientConfig
     )
 
 
-def pair_gradient_config(
-    p: tuple[int, int], q: tuple[int, int], num_slices: int, after: int, fastest: int, groups: int, multiprocessors: int
-) -> GradientConfig | None:
-    """The tile for a chain of two, or None where the kernel cannot take it: the single statement of its limits.
-
-    Args:
-        p: rows of A and B.
-        q: their columns.
-        num_slices: slices of each batch of factors.
-        after: neighbours that a slice's elements stand among, 1 where a slice is one run of memory.
-        fastest: slices in a row of memory: after, or the modes before it, or all.
-        groups: number of batches of factors.
-        multiprocessors: of the device.
-    """
+def pair_gradient_config(problem: GroupProblem) -> GradientConfig | None:
+    """The tile for a chain of two, or None where the kernel cannot take it: the single statement of its limits."""
+    (p, q), after = problem.step_sizes, problem.shape[3]
     if any(size not in PAIR_WIDTHS for size in (*p, *q)):
         return None
     width = max(p[0] * p[1], q[0] * q[1])
     # Several chunks of more than 16 x 16 in a tile do not fit into registers.
     block_s = PAIR_WARPS if after == 1 and width > PAIR_WIDTHS[0] ** 2 else TILE // width
-    if fastest % block_s or num_slices % block_s or (after > 1 and block_s < _SECTOR):
+    if problem.fastest % block_s or problem.num_slices % block_s or (after > 1 and block_s < _SECTOR):
         return None
     per_sm = 3 if width <= PAIR_WIDTHS[0] * PAIR_WIDTHS[1] and after == 1 else 2  # programs that registers and shared memory have room for
-    programs = _programs(num_slices // block_s, groups, multiprocessors, per_sm)
+    programs = _programs(problem, block_s, per_sm)
     return GradientConfig(block_s, block_s if after > 1 else PAIR_WARPS, (PAIR_WARPS, 1, 1), 2, programs) if programs else None
 
 
@@ -499,18 +479,8 @@ def _taken(problem: GroupProblem) -> tuple[GroupProblem, GradientConfig] | str:
         return "takes a Hopper GPU, and float32"
     if not _copies_whole_vectors(problem):
         return "takes rows that begin at multiples of 16 bytes"
-    groups, rows, before, after = problem.shape
-    addresses = problem.addresses
-    fastest = after if addresses["TAIL"] else before if addresses["HEAD"] else rows * before
-    around = (problem.num_slices, after, fastest, groups, problem.gpu.multiprocessors)
-    config = None
-    if is_chain:
-        config = pair_gradient_config(*problem.step_sizes, *around)
-    else:
-        p, q = (size // problem.neighbours for size in problem.sizes)
-        if problem.neighbours > 1 or min(p, q) > NARROW:
-            config = step_gradient_config(p, q, *around, problem.need_x)
-    if config is None or (addresses["TAIL"] and after * max(problem.sizes) + config.block_s > MOST_OFFSET):
+    config = pair_gradient_config(problem) if is_chain else step_gradient_config(problem)
+    if config is None or (problem.addresses["TAIL"] and problem.shape[3] * max(problem.sizes) + config.block_s > MOST_OFFSET):
         widths = PAIR_WIDTHS if is_chain else STEP_WIDTHS if problem.need_x else GRADIENT_WIDTHS
         return f"takes {'two steps' if is_chain else 'a step'} of {widths} rows and columns, in whole tiles, one a multiprocessor at least"
     return problem, config
