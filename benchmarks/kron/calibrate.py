@@ -175,7 +175,7 @@ def quantities(row: Row) -> tuple[str, dict[str, float]]:
     problem, mode, steps = segment.problem, segment.mode, launch.steps
     match row.family:
         case tile.name:
-            config = tile.configs(launch, problem.itemsize, mode.slices, (segment.before, segment.after), problem.gpu)[0]
+            config = tile.configs(launch, mode, segment.before)[0]
             if isinstance(config, tile.SingleConfig):
                 return tile.name, tile.step_quantities(mode, config)
             return "tile_chain", tile.chain_quantities(mode, launch, config)

@@ -376,24 +376,21 @@ def offers(segment: Segment) -> list[Offer] | str:
     return found or "no tile has room for such steps"
 
 
-def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, int], gpu: GPU) -> tuple[ChainedConfig, ...]:
-    """The closed form's configuration of a launch with these numbers of elements before and after its modes, if there is one.
+def _closed(problem: LaunchProblem) -> ChainedConfig | None:
+    """The closed form's configuration, if there is one.
 
     A plan that leaves modes in place may have runs of memory in mind that no tile has room for: shorter ones take their place.
     """
-    chain = Chain.of(launch.steps)
-    found = (chained_config(chain, itemsize, sectors, num_slices) for sectors in range(run_sectors(*around), -1, -1))
-    first = next(filter(None, found), None)
-    return () if first is None else (first,)
+    chain, most = Chain.of(problem.launch.steps), run_sectors(*problem.shape[2:])
+    found = (chained_config(chain, problem.itemsize, sectors, problem.num_slices) for sectors in range(most, -1, -1))
+    return next(filter(None, found), None)
 
 
 def choices(problem: LaunchProblem) -> tuple[ChainedConfig, ...]:
     """The closed form's configuration, and at most seven others around it that are valid; none where it has none."""
-    launch = problem.launch
-    closed = configs(launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu)
-    if not closed:
+    first = _closed(problem)
+    if first is None:
         return ()
-    (first,) = closed
     changes: tuple[dict[str, Any], ...] = (
         {"block_s": first.block_s // 2},
         {"block_s": 2 * first.block_s},
@@ -403,15 +400,14 @@ def choices(problem: LaunchProblem) -> tuple[ChainedConfig, ...]:
         {"programs_per_sm": 4, "max_registers": 168},
         {"warpgroup": not first.warpgroup},
     )
-    around, chain = dict.fromkeys([first, *[replace(first, **change) for change in changes]]), Chain.of(launch.steps)
+    around, chain = dict.fromkeys([first, *[replace(first, **change) for change in changes]]), Chain.of(problem.launch.steps)
     return tuple([c for c in around if c.block_s and chain.fits(c.block_s, c.num_warps, c.warpgroup)])
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """Where tiles are loaded ahead, also without: that needs no second tile in shared memory."""
-    closed = configs(problem.launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu)
-    own = (problem.launch.config,) if isinstance(problem.launch.config, ChainedConfig) else ()
-    return tuple([found for c in (*own, *closed) for found in _with_config(problem, c)])
+    tried = [c for c in (problem.launch.config, _closed(problem)) if isinstance(c, ChainedConfig)]
+    return tuple([found for c in tried for found in _with_config(problem, c)])
 
 
 def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchConfig, ...]:

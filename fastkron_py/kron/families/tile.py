@@ -102,22 +102,20 @@ def _fitting(configs: Sequence[_C], shared_memory: Callable[[_C], int], gpu: GPU
     return (*dropwhile(lambda c: shared_memory(c) > gpu.shared_memory, configs[:-1]), configs[-1])
 
 
-def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int, gpu: GPU) -> tuple[ChainConfig, ...]:
+def chain_configs(launch: Launch, mode: Mode, before: int) -> tuple[ChainConfig, ...]:
     """Tiles for a chain that fit the GPU, the preferred one first, then others that need less shared memory.
 
     Args:
         launch: its steps.
-        itemsize: bytes of a real number.
-        num_slices: slices there are in all.
-        fastest: neighbours that consecutive slices have in memory, when stored.
-        gpu: where it runs.
+        mode: what they multiply.
+        before: elements of a row before it; these, or those after it, are neighbours in memory when they are stored.
     """
-    width = launch.tile_width
+    width, itemsize, gpu, fastest = launch.tile_width, mode.itemsize, mode.gpu, mode.after if mode.after != 1 else before
     block_s = max(1, CHAIN_TILE[itemsize] // 2 // width)
     run = min(max(1, SECTOR_BYTES // (itemsize * launch.parts)), next_power_of_two(fastest))
     if itemsize == 8 and not gpu.has_float64_cores:
         block_s, run = max(1, block_s // 2), 1  # products take longer than stores of less than a sector
-    block_s = max(min(block_s, next_power_of_two(num_slices)), run)
+    block_s = max(min(block_s, next_power_of_two(mode.slices)), run)
     least = ceil(DOT_SIDE, launch.work.rows)
     block_s = max(block_s, least)
     warps = 8 if block_s * width > 4096 or itemsize == 8 else 4
@@ -131,21 +129,18 @@ def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int, 
     return _fitting(configs, lambda config: chain_shared_memory(config, launch, itemsize), gpu)
 
 
-def single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU, parts: int = 1) -> tuple[SingleConfig, ...]:
-    """Blocks for a single step p x q that fit the GPU, the preferred ones first, then others that need less shared memory.
+def single_configs(mode: Mode, parts: int) -> tuple[SingleConfig, ...]:
+    """Blocks for a single step that fit the GPU, the preferred ones first, then others that need less shared memory.
 
     Args:
-        p: rows of the (multiplied-out) factor, in real numbers.
-        q: its columns.
-        itemsize: bytes of a real number.
-        num_slices: slices there are in all.
-        gpu: where it runs.
+        mode: what it multiplies.
         parts: real numbers of an element.
     """
-    configs = _single_configs(p, q, itemsize, min(SINGLE_SLICES, max(DOT_SIDE, next_power_of_two(num_slices))), gpu)
-    if parts > 1 and max(padded(p), padded(q)) > CHAIN_WIDTH:
+    block_s = min(SINGLE_SLICES, max(DOT_SIDE, next_power_of_two(mode.slices)))
+    configs = _single_configs(mode.p, mode.q, mode.itemsize, block_s, mode.gpu)
+    if parts > 1 and max(padded(mode.p), padded(mode.q)) > CHAIN_WIDTH:
         configs = configs[-2:]  # larger blocks of wide factors have no room for parts in shared memory, or spill
-    return _fitting(configs, lambda config: single_shared_memory(config, itemsize, parts), gpu)
+    return _fitting(configs, lambda config: single_shared_memory(config, mode.itemsize, parts), mode.gpu)
 
 
 @lru_cache(maxsize=1024)
@@ -250,23 +245,20 @@ def _spills(launch: Launch, problem: Problem) -> bool:
 def seconds(segment: Segment, launch: Launch) -> float:
     """The modelled seconds of a launch of all of a segment."""
     problem, mode = segment.problem, segment.mode
-    config = configs(launch, problem.itemsize, mode.slices, (segment.before, segment.after), problem.gpu, problem.parts)[0]
+    config = configs(launch, mode, segment.before)[0]
     if isinstance(config, SingleConfig):
         return priced(name, problem.gpu, problem.itemsize, step_quantities(mode, config))
     return priced("tile_chain", problem.gpu, problem.itemsize, chain_quantities(mode, launch, config))
 
 
-def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, int], gpu: GPU, parts: int = 1) -> tuple[Config, ...]:
-    """The closed form's configurations of a launch with these numbers of elements before and after its modes, the preferred one first."""
-    before, after = around
-    if len(launch.steps) > 1:
-        return chain_configs(launch, itemsize, num_slices, after if after != 1 else before, gpu)
-    return single_configs(parts * launch.p, parts * launch.q, itemsize, num_slices, gpu, parts)
+def configs(launch: Launch, mode: Mode, before: int) -> tuple[Config, ...]:
+    """The closed form's configurations of a launch with this number of elements before its modes, the preferred one first."""
+    return chain_configs(launch, mode, before) if len(launch.steps) > 1 else single_configs(mode, launch.parts)
 
 
 def choices(problem: LaunchProblem) -> tuple[Config, ...]:
     """The closed form's configuration, and at most seven others around it that are valid and fit the GPU."""
-    first = configs(problem.launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu, problem.parts)[0]
+    first = configs(problem.launch, problem.mode, problem.shape[2])[0]
     slices, warps, programs = first.block_s, first.num_warps, first.programs_per_sm
     changes: tuple[dict[str, Any], ...] = (
         {"block_s": slices // 2},
@@ -296,13 +288,13 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """A step or a chain by Triton's kernels, with the tuned configuration first."""
     from fastkron_py.tiling.products import arithmetic
 
-    launch, parts, common, gpu = problem.launch, problem.parts, problem.common, problem.gpu
+    launch, parts, common = problem.launch, problem.parts, problem.common
     is_chain = len(launch.steps) > 1
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, not is_chain and len(problem.factor_shapes) == 1)
     elements = common | {"ACC": acc, "PARTS": parts, "CONJ": problem.conj}
     elements |= {"COMPUTE": compute, "PRECISION": precision, "TRANSPOSED": problem.mode_stride > 0 or common["TAIL"]}
     elements |= _chain_constants(launch, problem.shape[0]) if is_chain else {"P": launch.p, "Q": launch.q}
-    closed = configs(launch, problem.itemsize, problem.num_slices, problem.shape[2:], gpu, parts)
+    closed = configs(launch, problem.mode, problem.shape[2])
     own = (launch.config,) if isinstance(launch.config, SingleConfig | ChainConfig) else ()
     return tuple([_launch_config(problem, elements, c) for c in (*own, *closed)])
 
