@@ -19,55 +19,31 @@ ONEDNN_TERMS: Final = 4096  # at most: its sums round more than BLAS's
 
 
 class Blas(NamedTuple):
-    """Figures of BLAS.
+    """Figures of BLAS."""
 
-    Attributes:
-        call: a call into torch, with its views.
-        multiply_add: see the module.
-        element: read or written by a product.
-        narrow_in: an element read by [n, P] @ [P, Q], Q below VECTOR.
-        narrow_out: an element that it writes.
-        unrolled: elements of a row that are computed together.
-        row: multiply-adds that each row of a product's result takes more, for each term.
-        odd_row: more, where its length is odd.
-        short_row: multiply-adds that a row shorter than VECTOR takes at least.
-        vector_work: times the multiply-adds, of a matrix by a vector, or [n, P] @ [P, Q] with n below VECTOR.
-    """
-
-    call: float
-    multiply_add: float
-    element: float
-    narrow_in: float
-    narrow_out: float
-    unrolled: int
-    row: float
-    odd_row: float
-    short_row: float
-    vector_work: float
+    call: float  # a call into torch, with its views
+    multiply_add: float  # see the module
+    element: float  # read or written by a product
+    narrow_in: float  # an element read by [n, P] @ [P, Q], Q below VECTOR
+    narrow_out: float  # an element that it writes
+    unrolled: int  # elements of a row that are computed together
+    row: float  # multiply-adds that each row of a product's result takes more, for each term
+    odd_row: float  # more, where its length is odd
+    short_row: float  # multiply-adds that a row shorter than VECTOR takes at least
+    vector_work: float  # times the multiply-adds, of a matrix by a vector, or [n, P] @ [P, Q] with n below VECTOR
 
 
 class OneDNN(NamedTuple):
-    """Figures of products of float32 in oneDNN, where that is faster than BLAS (`torch_internals.onednn_product`).
+    """Figures of products of float32 in oneDNN, where that is faster than BLAS (`torch_internals.onednn_product`)."""
 
-    Attributes:
-        call: as of BLAS.
-        multiply_add: as of BLAS. Zen 5 multiplies 512 bits at once, Zen 4 256.
-        element: as of BLAS.
-        matrix: more for an element of F in F^T @ X, which is copied.
-        fresh: more for an element of a result in memory that is new and larger than the cache,
-        fresh_elements: which has room for this number.
-        least_work: multiply-adds from which it is taken: on Zen 4 the gain is small.
-        most_written: elements of a result, in new memory, up to which it is.
-    """
-
-    call: float
-    multiply_add: float
-    element: float
-    matrix: float
-    fresh: float
-    fresh_elements: int
-    least_work: int = 0
-    most_written: float = math.inf
+    call: float  # as of BLAS
+    multiply_add: float  # as of BLAS. Zen 5 multiplies 512 bits at once, Zen 4 256.
+    element: float  # as of BLAS
+    matrix: float  # more for an element of F in F^T @ X, which is copied
+    fresh: float  # more for an element of a result in memory that is new and larger than the cache,
+    fresh_elements: int  # which has room for this number
+    least_work: int = 0  # multiply-adds from which it is taken: on Zen 4 the gain is small
+    most_written: float = math.inf  # elements of a result, in new memory, up to which it is
 
 
 _FIGURES: Final = json.loads(resources.files(__package__ or "").joinpath("cpu_costs.json").read_text(encoding="utf-8"))

@@ -28,32 +28,21 @@ THREADS: Final = 128
 
 
 class Figures(NamedTuple):
-    """Sizes up to which these kernels are faster than tensor cores, whose tiles narrow factors leave mostly empty, and those of tiles.
+    """Sizes up to which these kernels are faster than tensor cores, whose tiles narrow factors leave mostly empty, and those of tiles."""
 
-    Attributes:
-        width: of the result; beyond it multiply-adds take longer than the memory.
-        elements: of a factor with its columns padded to a power of two, by bytes of an element.
-        tile: elements of a tile of the result.
-        sums: of a thread at most, by bytes of an element. Where slices are runs of memory, it has one vector of them, with all sums of its
-            slices: so operands are loaded as they are multiplied, and do not change their layout in shared memory.
-        gradient_width: as width, of a gradient, whose kernel has its sums and the factor in registers.
-        gradient_elements: as elements.
-        gradient_sums: of a thread, at least those of one slice.
-        near_bytes: of slices that are runs of memory and are walked by a thread each: a sector of several elements stays near for them all.
-        most_slices: of a tile.
-        programs_per_sm: at a time on a multiprocessor.
-    """
-
-    width: int
-    elements: Mapping[int, int]
-    tile: int
+    width: int  # of the result; beyond it multiply-adds take longer than the memory
+    elements: Mapping[int, int]  # of a factor with its columns padded to a power of two, by bytes of an element
+    tile: int  # elements of a tile of the result
+    # of a thread at most, by bytes of an element. Where slices are runs of memory, it has one vector of them, with all sums of its
+    # slices: so operands are loaded as they are multiplied, and do not change their layout in shared memory.
     sums: Mapping[int, int]
-    gradient_width: int
-    gradient_elements: Mapping[int, int]
-    gradient_sums: int
+    gradient_width: int  # as width, of a gradient, whose kernel has its sums and the factor in registers
+    gradient_elements: Mapping[int, int]  # as elements
+    gradient_sums: int  # of a thread, at least those of one slice
+    # of slices that are runs of memory and are walked by a thread each: a sector of several elements stays near for them all.
     near_bytes: int
-    most_slices: int
-    programs_per_sm: int
+    most_slices: int  # of a tile
+    programs_per_sm: int  # at a time on a multiprocessor
 
     @classmethod
     def of(cls, gpu: GPU) -> Figures:
@@ -198,7 +187,7 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     is_real_step = problem.is_fused and problem.split == 0 and not problem.dtype.is_complex
     if not is_real_step or not is_narrow_gradient(*problem.sizes, problem.itemsize, problem.gpu):
         return f"takes one step of real numbers, of up to {Figures.of(problem.gpu).gradient_width} rows and columns"
-    return [GradientOffer("narrow_gradients", gradient_quantities(problem), problem, partial(gradient_launch, problem))]
+    return [GradientOffer(name, "narrow_gradients", gradient_quantities(problem), problem, partial(gradient_launch, problem))]
 
 
 def gradient_quantities(problem: GroupProblem) -> dict[str, float]:

@@ -31,53 +31,29 @@ Parts = tuple[tuple[int, int], ...]
 
 
 class Figures(NamedTuple):
-    """Sizes beyond which a program spills, or is slower than with other warps and stages; and the time of loading factors.
+    """Sizes beyond which a program spills, or is slower than with other warps and stages; and the time of loading factors."""
 
-    Attributes:
-        widest_left: rows and columns of the factor on the left.
-        widest_right: of the one on the right.
-        least_right_of_wide: beside a factor over WIDEST on the left.
-        most_sums: of a thread.
-        most_sums_of_four: of a thread, where four warps round a slice,
-        least_of_four: columns of their parts,
-        loaded_ahead: and elements that rows of x are multiples of, which are copied without registers.
-        most_turns: in which a slice with a factor in the middle is read.
-        most_stages: of a program.
-        small_slice: elements, up to which all stages and programs are used,
-        small_tile: and of a matrix beside a factor in the middle; up to which four warps are enough.
-        narrow_tile: the same of narrow steps,
-        most_narrow: which have at most this number.
-        most_programs: of a multiprocessor.
-        least_of_two: elements beyond which two warps are faster where rows are whole vectors.
-        warp_factor: elements of the factor on the left that a warp loads without spills.
-        most_warps: of a multiprocessor, for narrow steps.
-        loading: microseconds in which narrow steps load a second factor that is wide.
-        loads: that a thread makes in a microsecond,
-        free_loads: and those that take no time,
-        loads_of_slice: with this number for each slice of the problem.
-    """
-
-    widest_left: int
-    widest_right: int
-    least_right_of_wide: int
-    most_sums: int
-    most_sums_of_four: int
-    least_of_four: int
-    loaded_ahead: int
-    most_turns: int
-    most_stages: int
-    small_slice: int
-    small_tile: int
-    narrow_tile: int
-    most_narrow: int
-    most_programs: int
-    least_of_two: int
-    warp_factor: int
-    most_warps: int
-    loading: float
-    loads: float
-    free_loads: float
-    loads_of_slice: float
+    widest_left: int  # rows and columns of the factor on the left
+    widest_right: int  # of the one on the right
+    least_right_of_wide: int  # beside a factor over WIDEST on the left
+    most_sums: int  # of a thread
+    most_sums_of_four: int  # of a thread, where four warps round a slice,
+    least_of_four: int  # columns of their parts,
+    loaded_ahead: int  # and elements that rows of x are multiples of, which are copied without registers
+    most_turns: int  # in which a slice with a factor in the middle is read
+    most_stages: int  # of a program
+    small_slice: int  # elements, up to which all stages and programs are used,
+    small_tile: int  # and of a matrix beside a factor in the middle; up to which four warps are enough
+    narrow_tile: int  # the same of narrow steps,
+    most_narrow: int  # which have at most this number
+    most_programs: int  # of a multiprocessor
+    least_of_two: int  # elements beyond which two warps are faster where rows are whole vectors
+    warp_factor: int  # elements of the factor on the left that a warp loads without spills
+    most_warps: int  # of a multiprocessor, for narrow steps
+    loading: float  # microseconds in which narrow steps load a second factor that is wide
+    loads: float  # that a thread makes in a microsecond,
+    free_loads: float  # and those that take no time,
+    loads_of_slice: float  # with this number for each slice of the problem
 
 
 OF: Final = figures(Figures, name, HOPPER)  # as of all GPUs whose tensor cores read operands from shared memory

@@ -30,29 +30,17 @@ _SMALL: Final = 64  # widths that copies pad by less
 
 
 class Figures(NamedTuple):
-    """Of torch's products.
+    """Of torch's products."""
 
-    Attributes:
-        tile: rows and columns of their tiles, by bytes of an element.
-        short: rows of the last mode that they take long for.
-        few: elements after a mode, of which copies take long.
-        term: seconds of a term of a sum.
-        most_terms: of one product, whose sum is split beyond them.
-        splits: times that sums of few tiles are split.
-        gemm: share of the tensor cores' rate that the main loop of linear layers reaches.
-        gemm_traffic: times the memory's time that it takes at least.
-        gemm_tile: rows and columns of its tiles.
-    """
-
-    tile: Mapping[int, int]
-    short: int
-    few: int
-    term: float
-    most_terms: int
-    splits: int
-    gemm: float
-    gemm_traffic: float
-    gemm_tile: int
+    tile: Mapping[int, int]  # rows and columns of their tiles, by bytes of an element
+    short: int  # rows of the last mode that they take long for
+    few: int  # elements after a mode, of which copies take long
+    term: float  # seconds of a term of a sum
+    most_terms: int  # of one product, whose sum is split beyond them
+    splits: int  # times that sums of few tiles are split
+    gemm: float  # share of the tensor cores' rate that the main loop of linear layers reaches
+    gemm_traffic: float  # times the memory's time that it takes at least
+    gemm_tile: int  # rows and columns of its tiles
 
 
 def _figures(mode: Mode) -> Figures:
@@ -268,7 +256,7 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     quantities = {"matmul": matmul_gradient_quantities(problem.mode)}
     if takes_copies(problem.mode):
         quantities["copying"] = copying_gradient_quantities(problem.mode)
-    return [GradientOffer(f"{name}_gradients", made, problem, partial(gradient_launch, name)) for name, made in quantities.items()]
+    return [GradientOffer(name, f"{of}_gradients", made, problem, partial(gradient_launch, of)) for of, made in quantities.items()]
 
 
 def gradient_launch(algorithm: str) -> GradientLaunch:

@@ -42,25 +42,15 @@ _RING: Final = _MOST_STAGES * (BLOCK_M + _BLOCKS_N[0]) * BLOCK_K * WORD  # bytes
 
 
 class Figures(NamedTuple):
-    """Of tiles' seconds, by which they are chosen.
+    """Of tiles' seconds, by which they are chosen."""
 
-    Attributes:
-        share: of the tensor cores' rate, by bytes of an element.
-        block: times that, by columns of a tile.
-        step: seconds that a step takes at least.
-        unaligned: times a step's time, of rows that do not begin on 16 bytes.
-        copied: the same of a left operand that is copied as it lies.
-        few: of short runs of slices.
-        scattered: of slices that are no runs, in a gradient.
-    """
-
-    share: Mapping[int, float]
-    block: Mapping[int, float]
-    step: float
-    unaligned: float
-    copied: float
-    few: float
-    scattered: float
+    share: Mapping[int, float]  # of the tensor cores' rate, by bytes of an element
+    block: Mapping[int, float]  # times that, by columns of a tile
+    step: float  # seconds that a step takes at least
+    unaligned: float  # times a step's time, of rows that do not begin on 16 bytes
+    copied: float  # the same of a left operand that is copied as it lies
+    few: float  # of short runs of slices
+    scattered: float  # of slices that are no runs, in a gradient
 
 
 def _figures(mode: Mode) -> Figures:
@@ -228,7 +218,7 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
         return SINGLE
     if not takes(problem.dtype, problem.gpu) or kernel() is None:
         return "takes a Hopper GPU, and float32 or half precision"
-    return [GradientOffer("wgmma_gradients", gradient_quantities(problem), problem, partial(gradient_launch, problem))]
+    return [GradientOffer(name, "wgmma_gradients", gradient_quantities(problem), problem, partial(gradient_launch, problem))]
 
 
 def gradient_quantities(problem: GroupProblem) -> dict[str, float]:
