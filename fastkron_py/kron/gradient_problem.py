@@ -216,12 +216,14 @@ class GradientOffer:
     """A family's bid for a group.
 
     Attributes:
+        family: its name.
         prices: the section of its prices.
         quantities: of the group's gradients and, of a fused group, of dx.
         problem: the group's.
         launch: makes the launch.
     """
 
+    family: str
     prices: str
     quantities: dict[str, float]
     problem: GroupProblem

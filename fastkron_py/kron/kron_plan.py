@@ -20,7 +20,6 @@ from fastkron_py.runtime.gpu import NAMED
 if TYPE_CHECKING:
     from fastkron_py.kron import planner
     from fastkron_py.kron.gradient_problem import GroupProblem
-    from fastkron_py.kron.plan.steps import Launch
     from fastkron_py.kron.problem import Problem
 
 
@@ -228,7 +227,7 @@ def _plan_of_gradients(x: Tensor, factors: Sequence[Tensor], left: bool, device:
     for start, group in found:
         asked = group.swapped() if group.is_transposed else group
         best = bids(asked)[0]
-        own, steps = best.offer.seconds, tuple([step for step in zip(*group.step_sizes, strict=True)][group.split == 0 :])
+        own, steps = best.seconds, tuple([step for step in zip(*group.step_sizes, strict=True)][group.split == 0 :])
         made = {
             name: bid if isinstance(bid, str) else min([one.seconds for one in bid]) / own for name, bid in gradient_offers(asked).items()
         }
@@ -251,13 +250,12 @@ def _plan(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device
     made = choose(problem)
     priced = [_priced(problem, made, number) for number in range(len(made.launches))]
     total = sum([seconds for seconds, _ in priced])
-    rows = [_row(launch, own / total, others) for launch, (own, others) in zip(made.launches, priced, strict=True)]
+    rows = [
+        PlannedLaunch(launch.start, launch.stop, tuple([(s.p, s.q) for s in launch.steps]), launch.family, own / total, others)
+        for launch, (own, others) in zip(made.launches, priced, strict=True)
+    ]
     moves = made.transposed and any([place.before > 1 for place in made.places])
     return Plan(text, tuple(rows), moves, made.seconds, Host.of(problem.gpu).call + made.host)
-
-
-def _row(launch: Launch, share: float, others: dict[str, float | str]) -> PlannedLaunch:
-    return PlannedLaunch(launch.start, launch.stop, tuple([(s.p, s.q) for s in launch.steps]), launch.family, share, others)
 
 
 def _priced(problem: Problem, made: planner.Plan, number: int) -> tuple[float, dict[str, float | str]]:

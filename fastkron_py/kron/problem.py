@@ -240,21 +240,13 @@ class Segment:
 
 
 class Host(NamedTuple):
-    """Figures of the host, which are not measured at run time: hosts differ by a factor of two, and a CUDA graph's replay waits for none.
+    """Figures of the host, not measured at run time: hosts differ by a factor of two, and a CUDA graph's replay waits for none."""
 
-    Attributes:
-        call: seconds of a call of the library.
-        launch: of a launch of a kernel.
-        product: of a call of torch's products.
-        buffer: of an allocation.
-        worth_waiting: of the time that a caller waits for the plan that is the fastest on the device, which a plan of less work for the
-            host has to beat.
-    """
-
-    call: float
-    launch: float
-    product: float
-    buffer: float
+    call: float  # seconds of a call of the library
+    launch: float  # of a launch of a kernel
+    product: float  # of a call of torch's products
+    buffer: float  # of an allocation
+    # of the time that a caller waits for the plan that is the fastest on the device, which a plan of less work for the host has to beat.
     worth_waiting: float
 
     @classmethod
@@ -264,15 +256,10 @@ class Host(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Figures of a GPU's memory.
+    """Figures of a GPU's memory."""
 
-    Attributes:
-        cache: bytes of what a launch reads and writes that stay in the L2 cache, about.
-        wait: seconds between two launches that wait for each other.
-    """
-
-    cache: float
-    wait: float
+    cache: float  # bytes of what a launch reads and writes that stay in the L2 cache, about
+    wait: float  # seconds between two launches that wait for each other
 
 
 class HostWork(NamedTuple):

@@ -176,7 +176,7 @@ def choose_algorithm(algorithm: str) -> None:
         """The register-resident kernel where it is taken, which no algorithm replaces."""
         found = bids(case)
         is_own = found[0].family == fragments.name
-        return found if is_own else [bid for bid in found if bid.offer.prices == prices] or found
+        return found if is_own else [bid for bid in found if bid.prices == prices] or found
 
     gradients.bids = forced  # type: ignore[assignment]
 

@@ -492,7 +492,7 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     if isinstance(taken, str):
         return taken
     prices = "fragments_pair_gradients" if problem.split else "fragments_gradients" if problem.is_fused else "fragments_factor_gradients"
-    return [GradientOffer(prices, gradient_quantities(*taken), problem, partial(gradient_launch, problem, *taken))]
+    return [GradientOffer(name, prices, gradient_quantities(*taken), problem, partial(gradient_launch, problem, *taken))]
 
 
 def gradient_quantities(problem: GroupProblem, config: GradientConfig) -> dict[str, float]:

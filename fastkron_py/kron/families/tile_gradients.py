@@ -160,11 +160,11 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     if not problem.is_fused:
         config = factor_config(problem)
         launch = partial(_factor_launch, problem, config)
-        return [GradientOffer("tile_factor_gradients", factor_quantities(problem, config), problem, launch)]
+        return [GradientOffer(name, "tile_factor_gradients", factor_quantities(problem, config), problem, launch)]
     if not fits(problem):
         return f"takes steps of up to {STEP_WIDTH} padded rows and columns, or two of {CHAIN_WIDTH}, whose tile fits on chip"
     prices = "tile_chain_gradients" if problem.split else "tile_gradients"
-    return [GradientOffer(prices, fused_quantities(problem), problem, partial(fused_launch, problem))]
+    return [GradientOffer(name, prices, fused_quantities(problem), problem, partial(fused_launch, problem))]
 
 
 def fused_quantities(problem: GroupProblem) -> dict[str, float]:
