@@ -7,11 +7,11 @@ to four programs a multiprocessor, tiles of about 8,192 float32 elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import dropwhile
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from fastkron_py.kron.plan.steps import (
     DOT_SIDE,
@@ -23,7 +23,7 @@ from fastkron_py.kron.plan.steps import (
     tile_constants,
 )
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
-from fastkron_py.kron.rates import priced
+from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
@@ -39,14 +39,20 @@ add: Final = add_launch
 CHAIN_WIDTH: Final = 64
 # Widths up to which complex ones are; each gives a candidate. Gates of a circuit are narrow and many.
 COMPLEX_MERGES: Final = (CHAIN_WIDTH // 4, CHAIN_WIDTH // 2, CHAIN_WIDTH)
-LARGE_CHAIN: Final = 1024  # real numbers of a slice, beyond which a multiprocessor has no room for two tiles
-CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 SINGLE_SLICES: Final = 128  # of a tile of a single step, as the closed form takes it, at most
 SINGLE_TILE: Final = 1 << 15  # elements of any one tile of a single step: more take a compiler minutes
 
 RESIDENT: Final = 2 * CHAIN_WIDTH  # width up to which one step keeps the whole factor on chip, but for float64
+
+
+class Figures(NamedTuple):
+    """Of chains, and of gradients."""
+
+    large_chain: int  # real numbers of a slice, beyond which a multiprocessor has no room for two tiles
+    gradient_programs: Mapping[int, int]  # of a multiprocessor, by bytes of a number
+    gradient_splits: int  # of a factor's gradient, whose tiles are small, for each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
         itemsize: bytes of a real number.
         last: nothing comes after the launch's modes, so that a slice is one run of memory.
     """
-    if len(launch.steps) > CHAIN_STEPS or any(s.parts * max(s.p, s.q) > CHAIN_WIDTH for s in launch.steps):
+    if any(s.parts * max(s.p, s.q) > CHAIN_WIDTH for s in launch.steps):
         return False
     run = 1 if last else max(1, SECTOR_BYTES // (itemsize * launch.parts))
     return launch.tile_width * run <= CHAIN_TILE[itemsize]
@@ -205,7 +211,7 @@ def chain_quantities(mode: Mode, launch: Launch, config: ChainConfig) -> dict[st
     return moves | {
         "operations": mode.operating(2 * rounds * config.block_s * work.products * parts**2),
         "exchanged": exchanged,
-        "wide_exchanged": exchanged if max(work.read, work.written) * parts > LARGE_CHAIN else 0.0,
+        "wide_exchanged": exchanged if max(work.read, work.written) * parts > figures(Figures, name, mode.gpu).large_chain else 0.0,
         "padding": moves["bytes"] * (work.read * work.written * parts**2 / (mode.p * mode.q) - 1),
     }
 

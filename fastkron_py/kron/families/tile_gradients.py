@@ -14,6 +14,7 @@ from fastkron_py.kron.families import tile
 from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
 from fastkron_py.kron.plan.steps import DOT_SIDE, padded, run_of
 from fastkron_py.kron.problem import MICROSECOND, ceil
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ TILE: Final = 2048
 LARGEST_TILE: Final = 2 * TILE
 # A [P, Q] sum of at most this many numbers is kept once for each warp, which then multiplies slices of its own.
 SUM_NUMBERS: Final = CHAIN_WIDTH**2
-PROGRAMS_PER_SM: Final = {2: 4, 4: 2, 8: 2}  # by bytes of a number
-SPLITS_PER_SM: Final = 4  # of a factor's gradient, whose tiles are small
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,10 @@ class FactorConfig:
     slices_per_split: int
     num_warps: int
     num_stages: int
+
+
+def _figures(problem: GroupProblem) -> tile.Figures:
+    return figures(tile.Figures, name, problem.gpu)
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ def fused_configs(problem: GroupProblem) -> tuple[FusedConfig, ...]:
     spills = width >= CHAIN_WIDTH**2 if chain else problem.itemsize == 8 and width > CHAIN_WIDTH
     warps = 8 if block_s * width > tile or (spills and not gpu.is_measured) else 4
     tiles = math.ceil(num_slices / block_s)
-    most = max(1, math.ceil(gpu.multiprocessors * PROGRAMS_PER_SM[problem.itemsize] / groups))
+    most = max(1, math.ceil(gpu.multiprocessors * _figures(problem).gradient_programs[problem.itemsize] / groups))
     programs = math.ceil(tiles / math.ceil(tiles / most))
 
     def config(block_s: int, num_warps: int, num_stages: int) -> FusedConfig:
@@ -141,7 +144,7 @@ def factor_config(problem: GroupProblem) -> FactorConfig:
     block_s = max(DOT_SIDE, min(deepest, next_power_of_two(num_slices)))
     tiles = math.ceil(p / block_p) * math.ceil(q / block_q) * groups
     blocks = math.ceil(num_slices / block_s)
-    splits = max(1, min(math.ceil(gpu.multiprocessors * (1 if wide else SPLITS_PER_SM) / tiles), blocks))
+    splits = max(1, min(math.ceil(gpu.multiprocessors * (1 if wide else _figures(problem).gradient_splits) / tiles), blocks))
     per_split = math.ceil(blocks / splits) * block_s
     splits = math.ceil(num_slices / per_split)
     return FactorConfig(block_s, block_p, block_q, splits, per_split, 8 if wide else 4, 2 if wide else 3)
@@ -171,7 +174,8 @@ def fused_quantities(problem: GroupProblem) -> dict[str, float]:
     """Those of a fused group, whose tiles are held in registers and once in shared memory."""
     (config, *_), mode, parts = fused_configs(problem), problem.mode, problem.parts
     (pa, qa), (pb, qb) = problem.pads
-    _, rounds = mode.rounds(mode.batches * ceil(problem.num_slices, config.block_s), PROGRAMS_PER_SM[problem.itemsize])
+    tiles, programs_per_sm = mode.batches * ceil(problem.num_slices, config.block_s), _figures(problem).gradient_programs[problem.itemsize]
+    _, rounds = mode.rounds(tiles, programs_per_sm)
     moves = problem.moves(config.block_s, run_of(1, mode.after, config.block_s), config.programs)
     # Of one step its gradient and dx; of a chain also both intermediates, of which that of u is made of B, that of g of A.
     products = 3 * pa * pb * qb + 2 * pa * qa * qb if problem.split else 2 * pb * qb
@@ -187,7 +191,7 @@ def factor_quantities(problem: GroupProblem, config: FactorConfig) -> dict[str, 
     """Those of a factor's gradient, whose programs loop over blocks of slices."""
     mode = problem.mode
     tiles = mode.batches * ceil(mode.p, config.block_p) * ceil(mode.q, config.block_q) * config.splits
-    turns, rounds = mode.rounds(tiles, 1 if config.num_warps > 4 else SPLITS_PER_SM)
+    turns, rounds = mode.rounds(tiles, 1 if config.num_warps > 4 else _figures(problem).gradient_splits)
     moved = mode.moving(rounds * config.slices_per_split * (config.block_p + config.block_q))
     products = mode.operating(2 * rounds * config.slices_per_split * config.block_p * config.block_q)
     is_uneven = bool(mode.p % config.block_p or mode.q % config.block_q)

@@ -151,7 +151,7 @@ def _fused_multiply_fwd_kernel(
     before,
     after,
     SHAPES: tl.constexpr,
-    STEPS: tl.constexpr,  # (start, stop, P, P_PAD, Q_PAD, REST) of each of two or three steps, last factors first
+    STEPS: tl.constexpr,  # (start, stop, P, P_PAD, Q_PAD, REST) of each step, last factors first
     P_SIZES: tl.constexpr,
     P_PADS: tl.constexpr,
     P_TOTAL: tl.constexpr,

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import pytest
 
 from fastkron_py.kron import rates
-from fastkron_py.kron.families import narrow, slice_pair, torch_products, wgmma
+from fastkron_py.kron.families import narrow, slice_pair, tile, torch_products, wgmma
 from fastkron_py.kron.problem import Host, Memory
 from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import HOPPER, NAMED
 
-WITH_FIGURES = (narrow, slice_pair, torch_products, wgmma)
+WITH_FIGURES = (narrow, slice_pair, tile, torch_products, wgmma)
 
 
 class Tile(NamedTuple):
