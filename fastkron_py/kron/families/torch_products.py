@@ -81,23 +81,30 @@ def _is_aligned(mode: Mode) -> bool:
     return (mode.p % unit == mode.q % unit == 0) if mode.after == 1 else mode.after % unit == 0
 
 
-def matmul_quantities(mode: Mode) -> dict[str, float]:
-    """Those of a product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
-    count, height = (mode.batches, mode.slices) if mode.after == 1 else (mode.batches * mode.runs, mode.after)
-    of, is_aligned, rounds = _figures(mode), _is_aligned(mode), _rounds(mode, count, height)
-    is_odd = mode.itemsize == 2 and bool((mode.p % 2 or mode.q % 2) if mode.after == 1 else mode.after % 2)
-    moved, tiles, terms = mode.traffic(), _tiled(mode, count, height, mode.q, mode.p), 0.0 if count > 1 else _terms(mode, mode.p)
+def _in_place_quantities(mode: Mode, least: int) -> dict[str, float]:
+    """Those of a product and of a gradient in place, where the shorter one of the rows that torch may take long for has this length."""
+    moved, is_short = mode.traffic(), mode.after == 1 and least <= _figures(mode).short
     return {
         "start": MICROSECOND,
         "bytes": moved,
         "streamed": mode.streamed,
-        "unaligned_bytes": 0.0 if is_aligned else moved,
-        "short_rows": moved * WORD / mode.itemsize if mode.after == 1 and mode.p <= of.short else 0.0,
+        "unaligned_bytes": 0.0 if _is_aligned(mode) else moved,
+        "short_rows": moved * WORD / mode.itemsize if is_short else 0.0,
         "operations": mode.operations / _rate(mode),
+    }
+
+
+def matmul_quantities(mode: Mode) -> dict[str, float]:
+    """Those of a product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
+    count, height = (mode.batches, mode.slices) if mode.after == 1 else (mode.batches * mode.runs, mode.after)
+    of, rounds = _figures(mode), _rounds(mode, count, height)
+    is_odd = mode.itemsize == 2 and bool((mode.p % 2 or mode.q % 2) if mode.after == 1 else mode.after % 2)
+    tiles, terms = _tiled(mode, count, height, mode.q, mode.p), 0.0 if count > 1 else _terms(mode, mode.p)
+    return _in_place_quantities(mode, mode.p) | {
         "tiles": tiles,
         "odd_tiles": tiles if is_odd else 0.0,
         "terms": terms,
-        "unaligned_terms": 0.0 if is_aligned else terms,
+        "unaligned_terms": 0.0 if _is_aligned(mode) else terms,
         "rounds": rounds,
         "partial_rounds": rounds * mode.p / of.most_terms if height % of.tile[2] else 0.0,
     }
@@ -145,15 +152,10 @@ def matmul_gradient_quantities(mode: Mode) -> dict[str, float]:
     The least that it takes is also what its operations take at the full rate.
     """
     count, depth = (mode.batches, mode.slices) if mode.after == 1 or mode.runs == 1 else (mode.batches * mode.runs, mode.after)
-    of, is_aligned, is_summed, moved = _figures(mode), _is_aligned(mode), count > mode.batches, mode.traffic()
-    return {
-        "start": MICROSECOND,
-        "bytes": moved,
+    is_summed = count > mode.batches
+    return _in_place_quantities(mode, min(mode.p, mode.q)) | {
         "streamed": max(mode.streamed, mode.operations / _rate(mode)),
-        "in_place": moved if mode.after > 1 else 0.0,
-        "unaligned_bytes": 0.0 if is_aligned else moved,
-        "short_rows": moved * WORD / mode.itemsize if mode.after == 1 and min(mode.p, mode.q) <= of.short else 0.0,
-        "operations": mode.operations / _rate(mode),
+        "in_place": mode.traffic() if mode.after > 1 else 0.0,
         "tiles": _tiled(mode, count, mode.p, mode.q, depth),
         "terms": 0.0 if count > 1 else _terms(mode, depth),
         "sums": mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / mode.gpu.bandwidth if is_summed else 0.0,
