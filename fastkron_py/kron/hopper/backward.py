@@ -11,36 +11,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from fastkron_py.kron.hopper.multiply import low_half, staged, staging
-from fastkron_py.kron.hopper.tile import linear_layout, reordered, slice_base
+from fastkron_py.kron.hopper.tile import count, item, linear_layout, reordered, slice_base, spread
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32, scalar
 from fastkron_py.tiling.hopper import barrier, begin_copy
 from fastkron_py.tiling.products import high_half, rounded
 
 
 @gluon.constexpr_function
-def item(values, i):
-    """An element of a plan's tuples."""
-    return values[i]
-
-
-@gluon.constexpr_function
 def sum_layout(warps):
     """The layout of sums ``[parts, P, Q]`` of warps over parts, rows and columns."""
     return gl.NVMMADistributedLayout([2, 0], list(warps), [1, 16, 8])
-
-
-@gluon.constexpr_function
-def _count(values):
-    return len(values)
-
-
-@gluon.jit
-def spread(i, BITS: gl.constexpr):
-    """The index in which bit n of i stands at BITS[n]."""
-    found = i * 0
-    for n in gl.static_range(_count(BITS)):
-        found += ((i >> n) & 1) << item(BITS, n)
-    return found
 
 
 @gluon.jit
@@ -50,7 +30,7 @@ def places(ROWS: gl.constexpr, TILE_BITS: gl.constexpr, OF_SLICE: gl.constexpr, 
     c = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
     of_r = r * 0
     of_c = c * 0
-    for n in gl.static_range(_count(TILE_BITS)):
+    for n in gl.static_range(count(TILE_BITS)):
         if (item(item(TILE_BITS, n), 0) == -1) == OF_SLICE:
             if n < 5:
                 of_c += ((c >> n) & 1) << item(item(TILE_BITS, n), 1)
@@ -135,7 +115,7 @@ def _stage_transposed(
     LAYOUT: gl.constexpr = staging(WARPS, True)
     p = spread(gl.arange(0, P, gl.SliceLayout(1, LAYOUT)), ROWS)[:, None]
     q = spread(gl.arange(0, Q, gl.SliceLayout(0, LAYOUT)), COLUMNS)[None, :]
-    f = factor_tile(ptrs, strides, batch, p, q, SHAPES, 0, _count(SHAPES), gl.float32)
+    f = factor_tile(ptrs, strides, batch, p, q, SHAPES, 0, count(SHAPES), gl.float32)
     return staged(f, gl.NVMMASharedLayout.get_default_for([P, Q], gl.float32), Q, THREE)
 
 

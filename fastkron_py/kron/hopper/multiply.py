@@ -13,8 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import builtin
 
-from fastkron_py.kron.bits import digits_of
-from fastkron_py.kron.hopper.tile import fetch_tile, fetched_tile, load_tile, make_tile, reordered, store_tile, tile_buffer
+from fastkron_py.kron.hopper.tile import fetch_tile, fetched_tile, load_tile, make_tile, reordered, spread, store_tile, tile_buffer
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32
 from fastkron_py.tiling.hopper import barrier
 from fastkron_py.tiling.products import high_half, rounded
@@ -26,14 +25,6 @@ ORDER, ROWS, START, STOP, P_SIZE, Q_SIZE, P_PAD, Q_PAD, COLUMNS = (gl.constexpr(
 @gluon.constexpr_function
 def _field(steps, i, name):
     return steps[i][name]
-
-
-@gluon.constexpr_function
-def _column(steps, i, digit):
-    return steps[i][8][digit]
-
-
-_digits_of = gluon.constexpr_function(digits_of)
 
 
 @gluon.constexpr_function
@@ -105,10 +96,7 @@ def _column_index(k, STEPS: gl.constexpr, INDEX: gl.constexpr):
     if _in_sequence(STEPS, INDEX):
         return k  # known to be consecutive, so that loads are wide
     else:
-        p = k * 0
-        for digit in gl.static_range(_digits_of(_field(STEPS, INDEX, P_PAD))):
-            p += ((k >> digit) & 1) << _column(STEPS, INDEX, digit)
-        return p
+        return spread(k, _field(STEPS, INDEX, COLUMNS))
 
 
 @gluon.jit

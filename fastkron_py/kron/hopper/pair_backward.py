@@ -12,16 +12,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from fastkron_py.kron.hopper.backward import (
     add_product,
     by_fours,
-    item,
     load_operand,
     places,
-    spread,
     start_copies,
     sum_layout,
     tile_pointers,
 )
 from fastkron_py.kron.hopper.multiply import low_half, staged
-from fastkron_py.kron.hopper.tile import linear_layout, reordered, slice_base
+from fastkron_py.kron.hopper.tile import item, linear_layout, reordered, slice_base, spread
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32, scalar
 from fastkron_py.tiling.hopper import barrier
 

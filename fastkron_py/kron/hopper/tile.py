@@ -42,14 +42,35 @@ def _of(tile, name):
 
 
 @gluon.constexpr_function
+def item(values, i):
+    """An element of a plan's tuples."""
+    return values[i]
+
+
+@gluon.constexpr_function
+def count(values):
+    """The number of elements of a plan's tuple."""
+    return len(values)
+
+
+@gluon.jit
+def spread(i, BITS: gl.constexpr):
+    """The index in which bit n of i stands at BITS[n]."""
+    found = i * 0
+    for n in gl.static_range(count(BITS)):
+        found += ((i >> n) & 1) << item(BITS, n)
+    return found
+
+
+@gluon.constexpr_function
 def _list(values):
     return list(values)
 
 
 @gluon.constexpr_function
-def twos(order):
-    """The shape of a tile seen bit by bit."""
-    return [2] * len(order)
+def twos(order, rows=None):
+    """The shape of a tile seen bit by bit, behind its rows, if their bits stay as they are."""
+    return [2] * len(order) if rows is None else [rows] + [2] * (len(order) - 1)
 
 
 @builtin
@@ -79,9 +100,9 @@ def _layout(tile):
 
 
 @gluon.jit
-def reordered(t, ORDER: gl.constexpr, SHAPE: gl.constexpr):
-    """A tensor's elements in another order of its index bits, read in a shape."""
-    return gl.reshape(in_order(gl.reshape(t, twos(ORDER)), ORDER), _list(SHAPE))
+def reordered(t, ORDER: gl.constexpr, SHAPE: gl.constexpr, ROWS: gl.constexpr = None):
+    """A tensor's elements in another order of its index bits, but for those of rows, read in a shape."""
+    return gl.reshape(in_order(gl.reshape(t, twos(ORDER, ROWS)), ORDER), _list(SHAPE))
 
 
 # A tile's place is (batch, first slice, num_slices, before, after).
