@@ -141,7 +141,7 @@ def force_gradients(monkeypatch, algorithm: str) -> None:
 
     def forced(problem):
         found = bids(problem)
-        return [bid for bid in found if bid.offer.prices == prices] or found
+        return [bid for bid in found if bid.prices == prices] or found
 
     monkeypatch.setattr(gradients, "bids", forced)
 

@@ -147,10 +147,9 @@ def problem_of(row: Row) -> Problem:
     strides = [(0, f[2], 1) for f in shapes]
     elements = width * math.prod([p for p, _ in factors])
     gpu = devices.gpu_of(torch.device("cuda"))
-    return Problem(
-        (1, row.rows, elements, 1), Rows(row.rows * elements, elements, 1), None, tuple(shapes), tuple(strides), 1, 1 + len(factors), sizes,
-        False, "highest", getattr(torch, row.dtype), gpu, whole_rows=True,
-    )  # fmt: skip
+    operand = (1, row.rows, elements, 1), Rows(row.rows * elements, elements, 1), None
+    of = (*operand, tuple(shapes), tuple(strides), 1, 1 + len(factors), sizes)
+    return Problem(getattr(torch, row.dtype), "highest", gpu, *of, whole_rows=True)
 
 
 def segment_of(row: Row) -> Segment:
@@ -176,7 +175,7 @@ def quantities(row: Row) -> tuple[str, dict[str, float]]:
     problem, mode, steps = segment.problem, segment.mode, launch.steps
     match row.family:
         case tile.name:
-            config = tile.configs(launch, problem.itemsize, mode.slices, (segment.before, segment.after), problem.gpu)[0]
+            config = tile.configs(launch, mode, segment.before)[0]
             if isinstance(config, tile.SingleConfig):
                 return tile.name, tile.step_quantities(mode, config)
             return "tile_chain", tile.chain_quantities(mode, launch, config)
@@ -334,7 +333,7 @@ def program_of(row: Row, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> tu
     operand, *matrices = build.inputs
     shape, width = (1, row.rows, row.before, row.after), row.before * launch.q * row.after
     y = Rows(row.rows * width, width, 1)
-    made = forward.launch_problem(problem, launch, shape, bool(row.to_front), row.before, problem.x, y, final=True)
+    made = forward.launch_problem(problem, launch, shape, row.to_front * row.before, problem.x, y, final=True)
     if row.family in ("matmul", "copying"):
         result = matmul_step.add_products(build, made, operand, matrices, None, None, Scale(), row.family)
     else:

@@ -140,7 +140,7 @@ def forced(algorithm: str) -> Iterator[None]:
     with (
         families(name),
         patch.object(torch_products, "multiply_times", lambda mode: {algorithm: 1.0} if name == torch_products.name else times(mode)),
-        patch.object(gradients, "bids", lambda problem: [bid for bid in bids(problem) if _algorithm(bid.offer) == algorithm]),
+        patch.object(gradients, "bids", lambda problem: [bid for bid in bids(problem) if _algorithm(bid) == algorithm]),
     ):
         yield
 

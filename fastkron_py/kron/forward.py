@@ -54,29 +54,28 @@ def _addend(build: Builder, z: Tensor, epilogue: StoreEpilogue) -> tuple[Tensor,
 
 
 def launch_problem(
-    problem: Problem, launch: Launch, shape: tuple[int, int, int, int], transposed: bool, mode_stride: int, x: Rows, y: Rows, final: bool
+    problem: Problem, launch: Launch, shape: tuple[int, int, int, int], mode_stride: int, x: Rows, y: Rows, final: bool
 ) -> LaunchProblem:
     """One launch of a multiply, from x to y; the final one scales, and adds z.
 
-    Shape and mode_stride are those of `LaunchProblem`; transposed holds for all launches.
+    Shape and mode_stride are those of `LaunchProblem`.
     """
     z = problem.z if final else None
     span = slice(launch.start, launch.stop)
     return LaunchProblem(
-        launch,
         problem.dtype,
         problem.precision,
-        problem.epilogue if z is not None and problem.epilogue else SCALE if final and problem.scaled else epilogues.PLAIN,
+        problem.gpu,
         shape,
-        transposed and mode_stride > 1,
-        mode_stride,
+        launch,
+        problem.epilogue if z is not None and problem.epilogue else SCALE if final and problem.scaled else epilogues.PLAIN,
+        mode_stride if mode_stride > 1 else 0,
         problem.shape[3],
         x,
         y,
         y if z is None else z,
         tuple([(s[-2], s[-1]) for s in problem.factor_shapes[span]]),
         tuple([(s[0] if shape[0] > 1 else 0, s[1], s[2]) for s in problem.factor_strides[span]]),
-        problem.gpu,
         problem.conj,
     )
 
@@ -88,7 +87,7 @@ def launches_of(problem: Problem, choice: Choice | None) -> list[LaunchProblem]:
     for launch, (before, after) in zip(launches, places, strict=True):
         width = before * launch.q * after
         y = Rows(rows * width if groups > 1 else 0, width, 1)
-        found.append(launch_problem(problem, launch, (groups, rows, before, after), transposed, before, x, y, launch is launches[-1]))
+        found.append(launch_problem(problem, launch, (groups, rows, before, after), transposed * before, x, y, launch is launches[-1]))
         x = y
     return found
 
@@ -109,6 +108,9 @@ def multiply_problem(
     start, stop, sizes = part or Part(0, len(factors), tuple([f.shape[1] for f in factors]))
     gpu, (batches, rows, width, columns) = devices.gpu_of(device), x.shape
     return Problem(
+        x.dtype,
+        precision,
+        gpu,
         (batches, rows, width, columns),
         rows_of(x),
         z,
@@ -118,9 +120,6 @@ def multiply_problem(
         stop,
         sizes,
         scaled,
-        precision,
-        x.dtype,
-        gpu,
         conj,
         epilogue=epilogue,
         families=families_in_force.get(),

@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import padded, tile_constants
-from fastkron_py.kron.problem import MICROSECOND, WORD, Mode, OnSlices, Problem, Rows, in_words, mode_of
+from fastkron_py.kron.problem import MICROSECOND, WORD, Mode, OnSlices, Problem, Rows, in_words
 from fastkron_py.kron.rates import priced
-from fastkron_py.runtime.gpu import GPU
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +39,6 @@ class GroupProblem(OnSlices):
     Attributes:
         split: factors of step A, which come first; the others are step B.
         is_fused: the group's kernel also multiplies g back.
-        shape: (B, L, before, after) around the group's modes.
         u: strides of its input.
         g: strides of the incoming gradient.
         factor_shapes: (P, Q) of each factor.
@@ -48,16 +46,12 @@ class GroupProblem(OnSlices):
         need_x: the next gradient, dx, is wanted.
         need_factors: whether each factor's gradient is wanted.
         scaled: alpha is not 1, and belongs to dx.
-        precision: of float32 products.
-        dtype: of all tensors but the factors' gradients.
         gradient_dtype: of the factors' gradients: dtype, or float32 beside a half one.
-        gpu: that it runs on.
         neighbours: of the mode before, taken as one mode with the group's.
     """
 
     split: int
     is_fused: bool
-    shape: tuple[int, int, int, int]
     u: Rows
     g: Rows
     factor_shapes: tuple[tuple[int, int], ...]
@@ -65,10 +59,7 @@ class GroupProblem(OnSlices):
     need_x: bool
     need_factors: tuple[bool, ...]
     scaled: bool
-    precision: str
-    dtype: torch.dtype
     gradient_dtype: torch.dtype
-    gpu: GPU
     neighbours: int = 1
 
     @property
@@ -84,8 +75,8 @@ class GroupProblem(OnSlices):
         u, g = (Rows(0, before * math.prod([shape[side] for shape in shapes]) * after, 1) for side in (0, 1))
         around = (1, problem.shape[0] * problem.shape[1], before, after)
         strides, needs = tuple([(0, q, 1) for _, q in shapes]), (True,) * len(shapes)
-        of = (problem.precision, problem.dtype, problem.dtype, problem.gpu)
-        return cls(group.split - group.start, group.fused, around, u, g, shapes, strides, group.fused, needs, False, *of)
+        of, step_a = (problem.dtype, problem.precision, problem.gpu, around), group.split - group.start
+        return cls(*of, step_a, group.fused, u, g, shapes, strides, group.fused, needs, False, problem.dtype)
 
     @cached_property
     def step_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -109,7 +100,7 @@ class GroupProblem(OnSlices):
     @cached_property
     def mode(self) -> Mode:
         """The sizes of the group as one mode."""
-        return mode_of(self.shape, *self.sizes, self.dtype, self.precision, self.gpu)
+        return self.mode_of(self.shape, *self.sizes)
 
     def moves(self, block_s: int, run: int, partial_sums: int) -> dict[str, float]:
         """The quantities that all launches of gradients have in common, in seconds: those of reading u and g, and of what comes after.
@@ -150,6 +141,12 @@ class GroupProblem(OnSlices):
             "HEAD": not merged and before != 1,
             "TAIL": after != 1,
         }
+
+    @property
+    def fastest(self) -> int:
+        """Slices in a row of memory: those of what comes after the modes, or of the modes before them, or all."""
+        _, rows, before, after = self.shape
+        return after if self.addresses["TAIL"] else before if self.addresses["HEAD"] else rows * before
 
     @cached_property
     def common(self) -> dict[str, Any]:
@@ -219,12 +216,14 @@ class GradientOffer:
     """A family's bid for a group.
 
     Attributes:
+        family: its name.
         prices: the section of its prices.
         quantities: of the group's gradients and, of a fused group, of dx.
         problem: the group's.
         launch: makes the launch.
     """
 
+    family: str
     prices: str
     quantities: dict[str, float]
     problem: GroupProblem

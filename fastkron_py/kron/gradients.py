@@ -115,7 +115,7 @@ def add_group(
     if problem.is_transposed:
         (df,) = add_group(build, problem.swapped(), g, u, [f.mT for f in factors], None, alpha)
         return [None if df is None else df.mT]
-    return add_gradients(build, problem, bids(problem)[0].offer.launch(), u, g, factors, dx, alpha)
+    return add_gradients(build, problem, bids(problem)[0].launch(), u, g, factors, dx, alpha)
 
 
 def add_gradients(
@@ -261,9 +261,12 @@ class _Pass:
         mine, widths = self.order[span], self._in_place(self.ps[: group.stop] + self.qs[group.stop :])
         strides = [self.factors[i].stride() for i in mine]
         return GroupProblem(
+            u.dtype,
+            self.precision,
+            devices.gpu_of(self.build.device),
+            (groups, rows, math.prod(widths[: mine[0]]), math.prod(widths[mine[-1] + 1 :]) * columns),
             group.split - group.start,
             group.fused,
-            (groups, rows, math.prod(widths[: mine[0]]), math.prod(widths[mine[-1] + 1 :]) * columns),
             rows_of(u),
             rows_of(self.g),
             tuple(zip(self.ps[span], self.qs[span], strict=True)),
@@ -271,10 +274,7 @@ class _Pass:
             need_x,
             tuple(need_factors[span]),
             scaled,
-            self.precision,
-            u.dtype,
             self.gradient_dtype,
-            devices.gpu_of(self.build.device),
         )
 
 
@@ -349,7 +349,9 @@ def add_backward(
         problem = state.problem(group, u, go_on and group.fused, needed, group.fused and final and not scale.is_one)
         if taken is not None:
             taken.append((numbers[0], problem))
-        dx = _place_of_dx(build, u, made, out if final else None) if go_on and group.fused else None
+        dx = None
+        if problem.need_x:  # in the memory of an input that was made for it, unless this is the last one
+            dx = out if final and out is not None else u if made else build.empty(u.shape, u.dtype)
         gradients[mine] = add_group(build, problem, u, state.g, factors[mine], dx, scale.alpha)
         if dx is not None:
             state.g, state.done = dx, group.stop
@@ -358,13 +360,6 @@ def add_backward(
     if state.done < count:
         state.carry_back(count, scale, out)
     return state.g, gradients
-
-
-def _place_of_dx(build: Builder, u: Tensor, made: bool, out: Tensor | None) -> Tensor:
-    """Where a launch writes its product: out; the memory of an input that was made for it; or a new buffer."""
-    if out is not None:
-        return out
-    return u if made else build.empty(u.shape, u.dtype)
 
 
 # ---- a multiply as two, whose intermediate is saved ----------------------------------------------

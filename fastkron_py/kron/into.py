@@ -195,7 +195,7 @@ def _steps(problem: Problem, blocks: int, outs: int) -> list[_Step]:
         times = parts if reads or writes else 1
         inner, outer = before * launch.p * after, before * launch.q * after
         x, y = (Rows(0, width // parts if apart else width, 1) for width, apart in ((inner, reads), (outer, writes)))
-        made = launch_problem(problem, launch, (1, rows, before // times, after), transposed, before, x, y, i == last)
+        made = launch_problem(problem, launch, (1, rows, before // times, after), transposed * before, x, y, i == last)
         shift = (before if transposed else outer) // times
         found.append(_Step(made, times, reads, writes, inner // times, shift, outer))
     return found

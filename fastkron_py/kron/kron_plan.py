@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from fastkron_py.runtime.gpu import NAMED
 if TYPE_CHECKING:
     from fastkron_py.kron import planner
     from fastkron_py.kron.gradient_problem import GroupProblem
-    from fastkron_py.kron.plan.steps import Launch
     from fastkron_py.kron.problem import Problem
 
 
@@ -228,11 +227,8 @@ def _plan_of_gradients(x: Tensor, factors: Sequence[Tensor], left: bool, device:
     for start, group in found:
         asked = group.swapped() if group.is_transposed else group
         best = bids(asked)[0]
-        own, steps = best.offer.seconds, tuple([step for step in zip(*group.step_sizes, strict=True)][group.split == 0 :])
-        made = {
-            name: bid if isinstance(bid, str) else min([one.seconds for one in bid]) / own for name, bid in gradient_offers(asked).items()
-        }
-        others = {name: bid for name, bid in made.items() if name != best.family}
+        own, steps = best.seconds, tuple([step for step in zip(*group.step_sizes, strict=True)][group.split == 0 :])
+        others = _others(gradient_offers(asked), best.family, own)
         launches.append(PlannedLaunch(start, start + len(group.factor_shapes), steps, best.family, own, others))
     total = sum([launch.share for launch in launches])
     shares = tuple([launch._replace(share=launch.share / total) for launch in launches])
@@ -242,7 +238,7 @@ def _plan_of_gradients(x: Tensor, factors: Sequence[Tensor], left: bool, device:
 def _plan(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device, device_name: str) -> Plan:
     from fastkron_py.kron import forward
     from fastkron_py.kron.planner import choose
-    from fastkron_py.kron.rates import figure
+    from fastkron_py.kron.problem import Host
     from fastkron_py.runtime.precision import resolved
 
     given, text = _problem(x, factors, left, device_name)
@@ -251,13 +247,12 @@ def _plan(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device
     made = choose(problem)
     priced = [_priced(problem, made, number) for number in range(len(made.launches))]
     total = sum([seconds for seconds, _ in priced])
-    rows = [_row(launch, own / total, others) for launch, (own, others) in zip(made.launches, priced, strict=True)]
+    rows = [
+        PlannedLaunch(launch.start, launch.stop, tuple([(s.p, s.q) for s in launch.steps]), launch.family, own / total, others)
+        for launch, (own, others) in zip(made.launches, priced, strict=True)
+    ]
     moves = made.transposed and any([place.before > 1 for place in made.places])
-    return Plan(text, tuple(rows), moves, made.seconds, figure("host", problem.gpu, "call") + made.host)
-
-
-def _row(launch: Launch, share: float, others: dict[str, float | str]) -> PlannedLaunch:
-    return PlannedLaunch(launch.start, launch.stop, tuple([(s.p, s.q) for s in launch.steps]), launch.family, share, others)
+    return Plan(text, tuple(rows), moves, made.seconds, Host.of(problem.gpu).call + made.host)
 
 
 def _priced(problem: Problem, made: planner.Plan, number: int) -> tuple[float, dict[str, float | str]]:
@@ -268,7 +263,12 @@ def _priced(problem: Problem, made: planner.Plan, number: int) -> tuple[float, d
     launch, is_final = made.launches[number], number + 1 == len(made.launches)
     segment = placed_segment(problem, launch.start, launch.stop, made.places[number], not made.transposed, is_final)
     found = offers(segment)
-    bids = {name: [] if isinstance(offer, str) else offer for name, offer in found.items()}
-    own = min([bid.seconds for bid in bids[launch.family] if bid.launch.shifted(launch.start) == launch])
-    others = {name: min([bid.seconds for bid in bids[name]]) / own if bids[name] else str(offer) for name, offer in found.items()}
-    return own, {name: value for name, value in others.items() if name != launch.family}
+    bids = [bid for bid in found[launch.family] if not isinstance(bid, str)]
+    own = min([bid.seconds for bid in bids if bid.launch.shifted(launch.start) == launch])
+    return own, _others(found, launch.family, own)
+
+
+def _others(found: Mapping[str, list[Any] | str], family: str, own: float) -> dict[str, float | str]:
+    """What `_priced` says of the other families, of all offers."""
+    best = {name: made if isinstance(made, str) else min([offer.seconds for offer in made]) / own for name, made in found.items()}
+    return {name: value for name, value in best.items() if name != family}

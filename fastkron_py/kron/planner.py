@@ -20,24 +20,17 @@ from typing import Final, NamedTuple
 
 from fastkron_py.kron.families import asked, family_of, most_elements, offers
 from fastkron_py.kron.plan.steps import Launch
-from fastkron_py.kron.problem import HostWork, Offer, Problem, Segment
-from fastkron_py.kron.rates import figure
+from fastkron_py.kron.problem import MICROSECOND, Host, HostWork, Offer, Problem, Segment
 from fastkron_py.runtime.errors import value_error
 
-# Of the time that a caller waits for the plan that is the fastest on the device, which a plan of less work for the host has to beat: hosts
-# differ by a factor of two, and a CUDA graph's replay waits for none.
-WORTH_WAITING: Final = 0.75
 IN_PLACE_WIDTH: Final = 32  # in real numbers, beyond which torch's products may be faster
 MOST_ORDERED: Final = 4  # launches in place, whose orders are compared
-WORTH_ORDERING: Final = 0.95  # of the seconds of the order that moves the fewest elements
-# Offers are as good as the best one within this share of its seconds, or within these: figures of kernels are no better.
-TIE: Final = 0.03
-TIE_SECONDS: Final = 1e-6
+TIE: Final = 0.03  # offers are as good as the best one within this share of its seconds, or a microsecond: models are no better
 
 
 def is_worse(seconds: float, least: float) -> bool:
     """Whether an offer or a plan is not about as good as one of these seconds."""
-    return seconds > max(least * (1 + TIE), least + TIE_SECONDS)
+    return seconds > max(least * (1 + TIE), least + MICROSECOND)
 
 
 # ---- where modes stand ---------------------------------------------------------------------------------------------------------
@@ -280,13 +273,13 @@ def plans(problem: Problem, keep: int = 1) -> list[Plan]:
     found.sort(key=lambda made: (made.seconds, len(made.launches)))
     if problem.counts_host and keep == 1:
         least = min(found, key=lambda made: (time_of(problem, made), made.seconds))
-        return [least if time_of(problem, least) < WORTH_WAITING * time_of(problem, found[0]) else found[0]]
+        return [least if time_of(problem, least) < Host.of(problem.gpu).worth_waiting * time_of(problem, found[0]) else found[0]]
     return found[:keep]
 
 
 def time_of(problem: Problem, made: Plan | Draft) -> float:
     """The modelled seconds that a caller waits for: the device's, or the host's if these count and are more."""
-    return max(made.seconds, figure("host", problem.gpu, "call") + made.host) if problem.counts_host else made.seconds
+    return max(made.seconds, Host.of(problem.gpu).call + made.host) if problem.counts_host else made.seconds
 
 
 def _may_stay(problem: Problem) -> bool:
@@ -312,8 +305,7 @@ def _in_place(draft: Draft, bids: _Bids) -> Plan:
     if not problem.ends_with_last and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for _, launch in launches]):
         orders = [_repriced(order, bids, is_free) for is_free in (True, False) for order in permutations(launches)]
         least = min(orders, key=lambda made: (time_of(problem, made), made.seconds))
-        kept = time_of(problem, best)
-        if time_of(problem, least) < min(kept * WORTH_ORDERING, kept - TIE_SECONDS):
+        if is_worse(time_of(problem, best), time_of(problem, least)):
             best = least
     return _made_of(problem, best, False)
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch
-from fastkron_py.kron.rates import figure
-from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES
+from fastkron_py.kron.rates import figures
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, VECTOR_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 MICROSECOND: Final = 1e-6
 WORD: Final = 4  # bytes
-CACHE_BYTES: Final = 32e6  # of what a launch reads and writes stay in an L2 cache, about
-VECTOR_BYTES: Final = 16  # that a thread loads or stores at once
 BLOCK_K: Final = 32  # terms of a step of the kernel for large factors: a producer's registers hold a tile, and the next one
 
 _Strides = tuple[int, int, int, int, int]
@@ -44,11 +42,6 @@ def in_words(strides: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
 def batch_stride(t: Tensor) -> int:
     """The stride of batches; 0 where there is one: a multiple of the rows, by whose divisibility a kernel would be compiled anew."""
     return t.stride(0) if t.shape[0] > 1 else 0
-
-
-def passes_of(dtype: torch.dtype, precision: str) -> int:
-    """Products of tensor cores that a product of this precision takes."""
-    return 3 if dtype.to_real().itemsize == 4 and precision == "highest" else 1
 
 
 class Rows(NamedTuple):
@@ -77,16 +70,19 @@ class Rows(NamedTuple):
         return (self.batch, self.row, self.unit, others * self.unit, 0)
 
 
+@dataclass(frozen=True)
 class Elements:
-    """What problems say of their elements.
+    """What all problems say of their elements.
 
     Attributes:
         dtype: of all tensors.
         precision: of float32 products.
+        gpu: that they are multiplied on.
     """
 
     dtype: torch.dtype
     precision: str
+    gpu: GPU
 
     @cached_property
     def parts(self) -> int:
@@ -100,8 +96,16 @@ class Elements:
 
     @cached_property
     def passes(self) -> int:
-        """Products of tensor cores that a product takes."""
-        return passes_of(self.dtype, self.precision)
+        """Products of tensor cores that a product takes: 3 of float32 as such, 1 of TF32 and other dtypes."""
+        return 3 if self.itemsize == WORD and self.precision == "highest" else 1
+
+    def mode_of(self, shape: tuple[int, int, int, int], p: int, q: int, adds: bool = False, to_front: int = 0) -> Mode:
+        """The sizes of a multiply of one mode by a factor p x q, in an operand with this (B, L, before, after) around the mode.
+
+        A complex factor is a real one of twice the sides (`tiling.addresses`). What z adds and where the mode goes are as in `Mode`.
+        """
+        groups, rows, before, after = shape
+        return Mode(groups, rows * before, after, self.parts * p, self.parts * q, self.itemsize, self.passes, self.gpu, adds, to_front)
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,6 @@ class Problem(Elements):
         stop: see start.
         sizes: of the modes of x.
         scaled: alpha is not 1.
-        precision: of float32 products.
-        dtype: of all tensors.
-        gpu: that it runs on.
         conj: whether the factors are conjugated.
         whole_rows: vectors of 16 bytes of x begin at multiples of 16 bytes, as the kernel for whole rows copies them.
         epilogue: of the last launch, if there is a z.
@@ -137,10 +138,7 @@ class Problem(Elements):
     start: int
     stop: int
     sizes: tuple[int, ...]
-    scaled: bool
-    precision: str
-    dtype: torch.dtype
-    gpu: GPU
+    scaled: bool = False
     conj: bool = False
     whole_rows: bool = False
     epilogue: StoreEpilogue | None = None
@@ -202,7 +200,7 @@ def contiguous_problem(
     x = Rows(0, math.prod(sizes) * columns, 1)
     factor_shapes, strides = tuple([(1, *s) for s in shapes]), tuple([(0, q, 1) for _, q in shapes])
     shape = (1, rows, math.prod(sizes), columns)
-    return Problem(shape, x, None, factor_shapes, strides, 0, len(shapes), sizes, False, precision, dtype, gpu, **more)
+    return Problem(dtype, precision, gpu, shape, x, None, factor_shapes, strides, 0, len(shapes), sizes, **more)
 
 
 @dataclass(frozen=True)
@@ -236,11 +234,32 @@ class Segment:
     @cached_property
     def mode(self) -> Mode:
         """Its factors as one mode."""
-        problem, parts = self.problem, self.problem.parts
-        (groups, rows), (p, q) = problem.shape[:2], (math.prod(self.ps), math.prod(self.qs))
-        adds, others = self.is_final and problem.z is not None, 0 if self.in_place else self.before
-        sizes = (groups, rows * self.before, self.after, parts * p, parts * q, problem.itemsize)
-        return Mode(*sizes, problem.passes, problem.gpu, adds, others)
+        shape = (*self.problem.shape[:2], self.before, self.after)
+        adds, others = self.is_final and self.problem.z is not None, 0 if self.in_place else self.before
+        return self.problem.mode_of(shape, math.prod(self.ps), math.prod(self.qs), adds, others)
+
+
+class Host(NamedTuple):
+    """Figures of the host, not measured at run time: hosts differ by a factor of two, and a CUDA graph's replay waits for none."""
+
+    call: float  # seconds of a call of the library
+    launch: float  # of a launch of a kernel
+    product: float  # of a call of torch's products
+    buffer: float  # of an allocation
+    # of the time that a caller waits for the plan that is the fastest on the device, which a plan of less work for the host has to beat.
+    worth_waiting: float
+
+    @classmethod
+    def of(cls, gpu: GPU) -> Host:
+        """Those beside a GPU."""
+        return figures(cls, "host", gpu)
+
+
+class Memory(NamedTuple):
+    """Figures of a GPU's memory."""
+
+    cache: float  # bytes of what a launch reads and writes that stay in the L2 cache, about
+    wait: float  # seconds between two launches that wait for each other
 
 
 class HostWork(NamedTuple):
@@ -251,11 +270,9 @@ class HostWork(NamedTuple):
     buffers: int = 1
 
     def seconds(self, gpu: GPU) -> float:
-        """Seconds that it takes: constants of the GPU's file, which are not measured at run time."""
-        launches, products, buffers = [
-            count * figure("host", gpu, what) for count, what in zip(self, ("launch", "product", "buffer"), strict=True)
-        ]
-        return launches + products + buffers
+        """Seconds that it takes."""
+        host = Host.of(gpu)
+        return self.launches * host.launch + self.products * host.product + self.buffers * host.buffer
 
 
 class Offer(NamedTuple):
@@ -266,8 +283,11 @@ class Offer(NamedTuple):
     host: HostWork = HostWork()
 
 
-class _Mode(NamedTuple):
-    """The fields of `Mode`.
+@dataclass(frozen=True)
+class Mode:
+    """A multiply of one mode ``[.., P, after]``, or the gradient of its factor, as models of seconds see it.
+
+    All offers for a segment share one, and the numbers that it has worked out.
 
     Attributes:
         batches: of factors.
@@ -276,7 +296,7 @@ class _Mode(NamedTuple):
         p: rows of the factor.
         q: columns of the factor.
         itemsize: bytes of an element.
-        passes: over the tensor cores; 3 for float32 as such, 1 for TF32 and other dtypes.
+        passes: over the tensor cores.
         gpu: that it runs on.
         adds: whether z is added to the result.
         to_front: elements of a row beside the mode, if the result has it ahead of them; 0 if it stays in place.
@@ -292,13 +312,6 @@ class _Mode(NamedTuple):
     gpu: GPU
     adds: bool = False
     to_front: int = 0
-
-
-class Mode(_Mode):
-    """A multiply of one mode ``[.., P, after]``, or the gradient of its factor, as models of seconds see it.
-
-    All offers for a segment share one, and the numbers that it has worked out.
-    """
 
     @cached_property
     def slices(self) -> int:
@@ -319,11 +332,6 @@ class Mode(_Mode):
         """Seconds to read the operand and write the result this many times, with the factors."""
         moved = passes * self.slices * (self.p + self.q) + self.p * self.q
         return self.batches * moved * self.itemsize / self.gpu.bandwidth
-
-    @property
-    def wait(self) -> float:
-        """Seconds between two launches that wait for each other."""
-        return figure("launch", self.gpu, "wait")
 
     @cached_property
     def at_once(self) -> int:
@@ -358,7 +366,7 @@ class Mode(_Mode):
     def streamed(self) -> float:
         """Seconds to move what does not stay in the cache, at the least."""
         moved = self.batches * self.slices * (self.p + self.q) * self.itemsize
-        return max(0.0, moved - CACHE_BYTES) / self.gpu.bandwidth
+        return max(0.0, moved - figures(Memory, "memory", self.gpu).cache) / self.gpu.bandwidth
 
     def moves(self, block_s: int, run: int) -> dict[str, float]:
         """The quantities that a launch of tiles has in common with all others, in seconds: what it reads of x and writes of the result.
@@ -403,16 +411,6 @@ class Mode(_Mode):
         return passes * self.batches * self.slices * self.q * self.itemsize / self.gpu.bandwidth
 
 
-def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype, precision: str, gpu: GPU) -> Mode:
-    """The sizes of a multiply of one mode by a factor p x q, in an operand with this (B, L, before, after) around the mode.
-
-    A complex factor is a real one of twice the sides (`tiling.addresses`).
-    """
-    groups, rows, before, after = shape
-    parts, real = parts_of(dtype), dtype.to_real()
-    return Mode(groups, rows * before, after, parts * p, parts * q, real.itemsize, passes_of(dtype, precision), gpu)
-
-
 def ceil(n: int, block: int) -> int:
     """Blocks that cover n."""
     return -(-n // block)
@@ -423,6 +421,7 @@ def filled(size: int, block: int) -> float:
     return size / (ceil(size, block) * block)
 
 
+@dataclass(frozen=True)
 class OnSlices(Elements):
     """What a launch's problem and that of its gradients say of their slices.
 
@@ -444,28 +443,20 @@ class LaunchProblem(OnSlices):
 
     Attributes:
         launch: its steps and its family.
-        dtype: of all tensors.
-        precision: of float32 products.
         epilogue: of the sums.
-        shape: (B, L, before, after) around the launch's modes.
-        transposed: the modes, which are the last ones of x, are the first ones of y.
-        mode_stride: of a transposed y, in elements: ``before``, or more where y is a block of a tensor.
+        mode_stride: if the modes, which are the last ones of x, are the first ones of y, their stride there: ``before``, or more where y is
+            a block of a tensor; 0 if they stay in place.
         columns: R of x and of the result.
         x: strides of the operand.
         y: strides of the result.
         z: strides of the addend; those of y where there is none.
         factor_shapes: (P, Q) of each factor.
         factor_strides: (B, P, Q) of each factor.
-        gpu: that it runs on.
         conj: whether the factors are conjugated.
     """
 
     launch: Launch
-    dtype: torch.dtype
-    precision: str
     epilogue: StoreEpilogue
-    shape: tuple[int, int, int, int]
-    transposed: bool
     mode_stride: int
     columns: int
     x: Rows
@@ -473,13 +464,12 @@ class LaunchProblem(OnSlices):
     z: Rows
     factor_shapes: tuple[tuple[int, int], ...]
     factor_strides: tuple[tuple[int, int, int], ...]
-    gpu: GPU
     conj: bool = False
 
     @cached_property
     def mode(self) -> Mode:
         """The sizes of a launch of one step."""
-        return mode_of(self.shape, self.launch.p, self.launch.q, self.dtype, self.precision, self.gpu)
+        return self.mode_of(self.shape, self.launch.p, self.launch.q)
 
     @property
     def result_shape(self) -> tuple[int, int, int, int]:
@@ -492,7 +482,7 @@ class LaunchProblem(OnSlices):
         """The arguments that every kernel of a multiply has: strides, sizes and the epilogue."""
         (_, rows, before, after), launch = self.shape, self.launch
         merged = False
-        if self.transposed:
+        if self.mode_stride:
             x, y, z = self.x.in_place(launch.p, 1, False), *[r.transposed(self.mode_stride) for r in (self.y, self.z)]
         else:
             pairs = ((self.x, launch.p), (self.y, launch.q), (self.z, launch.q))

@@ -289,7 +289,7 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
     """
     from fastkron_py.kron.forward import multiply_problem
     from fastkron_py.kron.kernels.epilogues import TO_FLOAT8, TO_INTEGERS
-    from fastkron_py.kron.problem import LaunchProblem, Rows, mode_of
+    from fastkron_py.kron.problem import LaunchProblem, Rows
 
     x, factors = problem.x, problem.factors
     ps, qs = ([f.shape[i] for f in factors] for i in (1, 2))
@@ -300,24 +300,23 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
     pairs = [pair for pair in slice_pair.slice_pairs(ps, qs) if kind != "int4" or pair[1].q % 2 == 0]
     if not pairs:
         return None
-    mode = mode_of((*whole.shape[:2], 1, 1), math.prod(ps), math.prod(qs), x.dtype, precision, whole.gpu)
+    mode = whole.mode_of((*whole.shape[:2], 1, 1), math.prod(ps), math.prod(qs))
     launch = Launch(min(pairs, key=lambda pair: slice_pair.seconds(mode, pair)), slice_pair.name)
     rows, width = x.shape[1], launch.q // (2 if kind == "int4" else 1)
     made = LaunchProblem(
-        launch,
         x.dtype,
         precision,
-        TO_FLOAT8 if kind == "float8_e4m3fn" else TO_INTEGERS,
+        whole.gpu,
         (1, rows, 1, 1),
-        False,
-        1,
+        launch,
+        TO_FLOAT8 if kind == "float8_e4m3fn" else TO_INTEGERS,
+        0,
         1,
         whole.x,
         Rows(0, width, 1),
         Rows(0, 1, 1),
         tuple([(f.shape[1], f.shape[2]) for f in factors]),
         tuple([(0, f.stride(1), f.stride(2)) for f in factors]),
-        whole.gpu,
     )
     return made.launcher
 

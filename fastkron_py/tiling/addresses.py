@@ -233,7 +233,12 @@ def scalar(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _times_factor(tile, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr, OUTERMOST: tl.constexpr, ACC: tl.constexpr):
+def _times_factor(tile, p, q, ptrs, strides, batch, SHAPES: tl.constexpr, N: tl.constexpr, OUTERMOST: tl.constexpr, ACC: tl.constexpr):
+    """A tile times the entries of factor number N."""
+    ROWS: tl.constexpr = SHAPES[N][0]
+    COLS: tl.constexpr = SHAPES[N][1]
+    ptr = ptrs[N] + batch * strides[N][0]
+    stride_p, stride_q = strides[N][1], strides[N][2]
     if OUTERMOST:
         # Selected, not multiplied by zero: an infinity of an inner factor repeats in the padding.
         mask = (p < ROWS) & (q < COLS)
@@ -284,26 +289,19 @@ def factor_tile(ptrs, strides, batch, p, q, SHAPES: tl.constexpr, START: tl.cons
     """`load_factor` for indices p and q that broadcast to the tile."""
     tile = (p * 0 + q * 0 + 1).to(ACC)
     for n in tl.static_range(STOP - START):
-        tile = _times_factor(
-            tile,
-            p,
-            q,
-            ptrs[STOP - 1 - n] + batch * strides[STOP - 1 - n][0],
-            strides[STOP - 1 - n][1],
-            strides[STOP - 1 - n][2],
-            SHAPES[STOP - 1 - n][0],
-            SHAPES[STOP - 1 - n][1],
-            n == STOP - START - 1,
-            ACC,
-        )
+        tile = _times_factor(tile, p, q, ptrs, strides, batch, SHAPES, STOP - 1 - n, n == STOP - START - 1, ACC)
         p = p // SHAPES[STOP - 1 - n][0]
         q = q // SHAPES[STOP - 1 - n][1]
     return tile
 
 
 @triton.jit
-def _times_complex(real, imaginary, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr, OUTERMOST: tl.constexpr):
+def _times_complex(real, imaginary, p, q, ptrs, strides, batch, SHAPES: tl.constexpr, N: tl.constexpr, OUTERMOST: tl.constexpr):
     """A tile of complex numbers times the entries of one factor: `_times_factor` for parts."""
+    ROWS: tl.constexpr = SHAPES[N][0]
+    COLS: tl.constexpr = SHAPES[N][1]
+    ptr = ptrs[N] + 2 * batch * strides[N][0]
+    stride_p, stride_q = strides[N][1], strides[N][2]
     mask = (p < ROWS) & (q < COLS) if OUTERMOST else (p >= 0) & (q >= 0)
     at = 2 * ((p % ROWS).to(tl.int64) * stride_p + (q % COLS).to(tl.int64) * stride_q)
     f_real = tl.load(ptr + at, mask=mask, other=0.0).to(real.dtype)
@@ -321,18 +319,7 @@ def factor_parts(
     real = (p * 0 + q * 0 + 1).to(ACC)
     imaginary = (p * 0 + q * 0).to(ACC)
     for n in tl.static_range(STOP - START):
-        real, imaginary = _times_complex(
-            real,
-            imaginary,
-            p,
-            q,
-            ptrs[STOP - 1 - n] + 2 * batch * strides[STOP - 1 - n][0],
-            strides[STOP - 1 - n][1],
-            strides[STOP - 1 - n][2],
-            SHAPES[STOP - 1 - n][0],
-            SHAPES[STOP - 1 - n][1],
-            n == STOP - START - 1,
-        )
+        real, imaginary = _times_complex(real, imaginary, p, q, ptrs, strides, batch, SHAPES, STOP - 1 - n, n == STOP - START - 1)
         p = p // SHAPES[STOP - 1 - n][0]
         q = q // SHAPES[STOP - 1 - n][1]
     return real, -imaginary if CONJ else imaginary

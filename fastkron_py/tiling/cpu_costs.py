@@ -1,47 +1,54 @@
-"""Times of torch's matrix products on a CPU, by BLAS and by oneDNN, in closed form: functions of shapes and of a few constants.
+"""Times of torch's matrix products on a CPU, by BLAS and by oneDNN, in closed form: functions of shapes and of a few figures.
 
-The constants are nanoseconds of one core in float32, fitted to measurements on an AVX-512 CPU with MKL; docs/how_it_works/cpu.md has them.
-Only their ratios matter: they choose between ways to do the same.
+The figures (`cpu_costs.json`) are nanoseconds of one core in float32, fitted to measurements on an AVX-512 CPU with MKL;
+docs/how_it_works/cpu.md has them. Only their ratios matter: they choose between ways to do the same.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from functools import lru_cache
+from importlib import resources
 from typing import Final, NamedTuple
 
 from fastkron_py.runtime.gpu import zen
 
 VECTOR: Final = 16  # innermost widths below this run at a fraction of the speed
-MULTIPLY_ADD: Final = 0.02
-ELEMENT: Final = 0.06  # read or written by a product
-CALL: Final = 2500.0  # a call into torch, with its views
-NARROW_IN: Final = 0.7  # an element read by [n, P] @ [P, Q], Q below VECTOR
-NARROW_OUT: Final = 1.0  # an element that it writes
-UNROLLED: Final = 8  # elements of a row that are computed together
-ROW: Final = 12.0  # multiply-adds that each row of a product's result takes more, for each term
-ODD_ROW: Final = 10.0  # more, where its length is odd
-SHORT_ROW: Final = 28.0  # multiply-adds that a row shorter than VECTOR takes at least
-VECTOR_WORK: Final = 2.2  # times the multiply-adds, of a matrix by a vector, or [n, P] @ [P, Q] with n below VECTOR
-FRESH: Final = 0.2  # an element of a result in memory that is new and larger than the cache
-FRESH_ELEMENTS: Final = 1 << 18
+ONEDNN_TERMS: Final = 4096  # at most: its sums round more than BLAS's
+
+
+class Blas(NamedTuple):
+    """Figures of BLAS."""
+
+    call: float  # a call into torch, with its views
+    multiply_add: float  # see the module
+    element: float  # read or written by a product
+    narrow_in: float  # an element read by [n, P] @ [P, Q], Q below VECTOR
+    narrow_out: float  # an element that it writes
+    unrolled: int  # elements of a row that are computed together
+    row: float  # multiply-adds that each row of a product's result takes more, for each term
+    odd_row: float  # more, where its length is odd
+    short_row: float  # multiply-adds that a row shorter than VECTOR takes at least
+    vector_work: float  # times the multiply-adds, of a matrix by a vector, or [n, P] @ [P, Q] with n below VECTOR
 
 
 class OneDNN(NamedTuple):
-    """The constants of products of float32 in oneDNN, where that is faster than BLAS (`torch_internals.onednn_product`)."""
+    """Figures of products of float32 in oneDNN, where that is faster than BLAS (`torch_internals.onednn_product`)."""
 
-    call: float
-    multiply_add: float
-    element: float
+    call: float  # as of BLAS
+    multiply_add: float  # as of BLAS. Zen 5 multiplies 512 bits at once, Zen 4 256.
+    element: float  # as of BLAS
+    matrix: float  # more for an element of F in F^T @ X, which is copied
+    fresh: float  # more for an element of a result in memory that is new and larger than the cache,
+    fresh_elements: int  # which has room for this number
+    least_work: int = 0  # multiply-adds from which it is taken: on Zen 4 the gain is small
+    most_written: float = math.inf  # elements of a result, in new memory, up to which it is
 
 
-# By AMD's generation (`runtime.gpu.zen`): Zen 5 multiplies 512 bits at once, Zen 4 256.
-ONEDNN: Final = {5: OneDNN(34e3, 0.009, 0.08), 4: OneDNN(25e3, 0.018, 0.05)}
-# On Zen 4 the gain is small: products of this number of multiply-adds at least, whose results, in new memory, have few elements.
-ZEN4_WORK: Final = 1 << 26
-ZEN4_WRITTEN: Final = 1 << 19
-ONEDNN_MATRIX: Final = 0.9  # more, of F in F^T @ X, which is copied
-ONEDNN_TERMS: Final = 4096  # at most: its sums round more than BLAS's
+_FIGURES: Final = json.loads(resources.files(__package__ or "").joinpath("cpu_costs.json").read_text(encoding="utf-8"))
+BLAS: Final = Blas(**_FIGURES["blas"])
+ONEDNN: Final = {int(generation): OneDNN(**of) for generation, of in _FIGURES["onednn"].items()}  # by AMD's generation: `zen`
 
 
 class Mode(NamedTuple):
@@ -71,38 +78,36 @@ class Mode(NamedTuple):
 def _work_time(mode: Mode, length: int) -> float:
     """The multiply-adds of products whose results have rows of this length."""
     if length == 1:
-        return MULTIPLY_ADD * mode.work * VECTOR_WORK
-    row = -(-length // UNROLLED) * UNROLLED + ROW + (ODD_ROW if length % 2 else 0.0)
-    return MULTIPLY_ADD * mode.work * max(row, SHORT_ROW if length < VECTOR else 0.0) / length
+        return BLAS.multiply_add * mode.work * BLAS.vector_work
+    row = -(-length // BLAS.unrolled) * BLAS.unrolled + BLAS.row + (BLAS.odd_row if length % 2 else 0.0)
+    return BLAS.multiply_add * mode.work * max(row, BLAS.short_row if length < VECTOR else 0.0) / length
 
 
 def _blas_first(mode: Mode) -> float:
     """``[Q, P] @ [P, n]``."""
-    return CALL + _work_time(mode, mode.matrices * mode.tail) + ELEMENT * (mode.read + mode.written)
+    return BLAS.call + _work_time(mode, mode.matrices * mode.tail) + BLAS.element * (mode.read + mode.written)
 
 
 def _blas_last(mode: Mode) -> float:
     """``[n, P] @ [P, Q]``."""
     n = mode.matrices * mode.tail
     if 1 < mode.q < VECTOR and n > 1:
-        return CALL + NARROW_IN * mode.read + NARROW_OUT * mode.written
-    return CALL + _work_time(mode, 1 if n < VECTOR else mode.q) + ELEMENT * (mode.read + mode.written)
+        return BLAS.call + BLAS.narrow_in * mode.read + BLAS.narrow_out * mode.written
+    return BLAS.call + _work_time(mode, 1 if n < VECTOR else mode.q) + BLAS.element * (mode.read + mode.written)
 
 
 def _onednn_time(mode: Mode, is_last: bool) -> float:
     """The same by oneDNN, whose result is in new memory."""
-    if mode.p > ONEDNN_TERMS:
-        return math.inf
     costs = ONEDNN.get(zen(), ONEDNN[5])
-    seconds = costs.call + costs.multiply_add * mode.work + FRESH * max(0, mode.written - FRESH_ELEMENTS)
+    if mode.p > ONEDNN_TERMS or mode.work < costs.least_work or mode.written > costs.most_written:
+        return math.inf
+    seconds = costs.call + costs.multiply_add * mode.work + costs.fresh * max(0, mode.written - costs.fresh_elements)
     seconds += costs.element * (mode.read + mode.written + mode.p * mode.q)
-    return seconds if is_last else seconds + ONEDNN_MATRIX * mode.p * mode.q
+    return seconds if is_last else seconds + costs.matrix * mode.p * mode.q
 
 
 @lru_cache(maxsize=4096)
 def takes_onednn(p: int, q: int, n: int, is_last: bool) -> bool:
     """Whether oneDNN multiplies float32 ``[n, P] @ [P, Q]``, or ``[Q, P] @ [P, n]``, in less time than BLAS."""
     mode = Mode(1, p, q, n)
-    if zen() == 4 and (mode.work < ZEN4_WORK or mode.written > ZEN4_WRITTEN):
-        return False
     return mode.work > 0 and _onednn_time(mode, is_last) < (_blas_last if is_last else _blas_first)(mode)

@@ -176,7 +176,7 @@ def choose_algorithm(algorithm: str) -> None:
         """The register-resident kernel where it is taken, which no algorithm replaces."""
         found = bids(case)
         is_own = found[0].family == fragments.name
-        return found if is_own else [bid for bid in found if bid.offer.prices == prices] or found
+        return found if is_own else [bid for bid in found if bid.prices == prices] or found
 
     gradients.bids = forced  # type: ignore[assignment]
 
@@ -231,7 +231,7 @@ def main() -> None:
         for kind in [kind for kind in LARGEST if f"as {kind}" in also]:
             what = f"as {kind}"
             rows, matrices = x.reshape(-1, k), [f[0] for f in factors]
-            quantize.program([rows, *matrices], (0.1, kind, None, "triton"))([rows, *matrices], (0.1,))
+            quantize.program([rows, *matrices], (0.1, 1.0, 1, 1, kind, None, "triton"))([rows, *matrices], (0.1,))
         if "backward" in also:
             what = "backward"
             backward(y, x, factors)

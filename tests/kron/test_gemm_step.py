@@ -54,9 +54,9 @@ def test_z_decides() -> None:
     """On an H200 torch's product took 35 us and its copy of z 20 for 131072 x 32 to 160."""
     mode = Mode(1, 131072, 1, 32, 160, 2, 1, HOPPER)
     assert multiply_algorithm(mode) == "matmul"
-    assert multiply_algorithm(mode._replace(adds=True)) == "gemm"
-    assert multiply_algorithm(mode._replace(adds=True, p=33)) != "gemm"
-    assert multiply_algorithm(mode._replace(adds=True, gpu=nvidia(8, 0))) != "gemm"
+    assert multiply_algorithm(replace(mode, adds=True)) == "gemm"
+    assert multiply_algorithm(replace(mode, adds=True, p=33)) != "gemm"
+    assert multiply_algorithm(replace(mode, adds=True, gpu=nvidia(8, 0))) != "gemm"
 
 
 def test_z_that_scales_is_not_added() -> None:

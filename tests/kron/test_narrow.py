@@ -96,13 +96,13 @@ def test_narrow_factors_take_these_kernels(monkeypatch: pytest.MonkeyPatch, devi
 
 
 def test_limits() -> None:
-    assert is_narrow(4, 4, 4)
-    assert is_narrow(5, 13, 4)
-    assert not is_narrow(12, 14, 4)  # 18.8 us on an H200, where tensor cores took 10.5
-    assert not is_narrow(2, 64, 4)  # 40.7 us beside 16.7
-    assert not is_narrow(8, 8, 8)  # 39.8 us beside 34.0
-    assert is_narrow_gradient(3, 3, 4)
-    assert not is_narrow_gradient(8, 8, 2)  # 110 us beside 54
+    assert is_narrow(4, 4, 4, HOPPER)
+    assert is_narrow(5, 13, 4, HOPPER)
+    assert not is_narrow(12, 14, 4, HOPPER)  # 18.8 us on an H200, where tensor cores took 10.5
+    assert not is_narrow(2, 64, 4, HOPPER)  # 40.7 us beside 16.7
+    assert not is_narrow(8, 8, 8, HOPPER)  # 39.8 us beside 34.0
+    assert is_narrow_gradient(3, 3, 4, HOPPER)
+    assert not is_narrow_gradient(8, 8, 2, HOPPER)  # 110 us beside 54
 
 
 def test_configurations() -> None:
@@ -111,7 +111,7 @@ def test_configurations() -> None:
             config = narrow_config(p, q, 4, num_slices, after, HOPPER)
             assert q <= config.block_q <= 2 * q
             assert config.block_s >= config.num_warps * 32
-            if is_narrow_gradient(p, q, 4):
+            if is_narrow_gradient(p, q, 4, HOPPER):
                 rows = -(-num_slices // after)
                 asked = GroupProblem.of(contiguous_problem([(p, q)], rows, after, torch.float32, HOPPER), Group(0, 0, 1), [q])
                 gradient = gradient_config(replace(asked, shape=(3, rows, 1, after)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_the_fastest_measured_algorithm_of_a_gradient_is_chosen() -> None:
 def test_other_gpus_take_torchs_products_or_plain_triton() -> None:
     for capability in [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)]:
         for sizes, itemsize in itertools.product([(1024, 256, 256, 256), (9, 1, 700, 5), (50, 3, 5, 700)], (2, 4, 8)):
-            m = mode(1, *sizes, itemsize=itemsize)._replace(gpu=nvidia(*capability))
+            m = replace(mode(1, *sizes, itemsize=itemsize), gpu=nvidia(*capability))
             assert best_algorithm(m) in ("tile", "narrow", "matmul", "copying")
             assert {*gradient_times(m)} <= {*ALGORITHMS}
 

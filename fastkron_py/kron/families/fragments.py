@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits_of, without
-from fastkron_py.kron.plan.steps import ChainWork, Ends, Launch, Step, balanced, chain_work, merged, run_of, steps_of
+from fastkron_py.kron.plan.steps import DOT_SIDE, ChainWork, Ends, Launch, Step, balanced, chain_work, merged, run_of, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
 from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
@@ -34,23 +34,25 @@ add: Final = add_launch
 MOST_STEPS: Final = 4
 # Widest step, in a chain and alone: 64 rows of the left operand and of the accumulator fit into a warpgroup's registers.
 CHAIN_WIDTH: Final = 64
-SINGLE_WIDTH: Final = 128
-# Elements of a tile: 32 for each thread of 4, 8 or 16 warps. Only with 4 warps do several programs share a multiprocessor well.
-TILE: Final = 4096
-WIDEST_TILE: Final = 16384
+SINGLE_WIDTH: Final = 2 * CHAIN_WIDTH
+MOST_WARPS: Final = 16  # of a multiprocessor, as registers allow
 THREAD_ELEMENTS: Final = 64  # of a tile that a thread can hold
-# With products by single warps, whose sums are made a few rows at a time, a tile can take half of all registers. The factor is in
-# registers too, which leaves room for this width.
-WARP_TILE: Final = 32768
+# Elements of a tile. With products by single warps, whose sums are made a few rows at a time, it can take half of all registers. The factor
+# is in registers too, which leaves room for this width.
+WARP_TILE: Final = MOST_WARPS * 32 * THREAD_ELEMENTS
 WARP_WIDTH: Final = 16
-WARP_ROWS: Final = 16
+WARP_ROWS: Final = DOT_SIDE
+# With products by warpgroups half of that, 32 for each thread of 4, 8 or 16 warps. Only with 4 warps do several programs share a
+# multiprocessor well.
+WIDEST_TILE: Final = WARP_TILE // 2
+TILE: Final = WIDEST_TILE * 4 // MOST_WARPS
 # Widths up to which the register-resident kernel's neighbours are multiplied out; each gives a candidate.
 CHAINED_MERGES: Final = (16, 64)
 # TF32 holds float16 and bfloat16 exactly, and its truncated sums have more bits than bfloat16.
 _ROUND: Final = {"float32": 2, "float16": 1, "bfloat16": 0}
 _RUNTIME: Final = 0  # a stride that a kernel is not compiled for,
 _RUNTIME_NARROW: Final = -1  # with all of a tile's offsets below 2^31
-_MOST_OFFSET: Final = 2**31 - 1
+MOST_OFFSET: Final = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -221,9 +223,6 @@ class ChainedConfig:
     warpgroup: bool = True  # products by warpgroups (wgmma), else by single warps (mma.sync)
 
 
-MOST_WARPS: Final = 16  # of a multiprocessor, as registers allow
-
-
 class Chain(NamedTuple):
     """What the steps of a launch say of its tiles.
 
@@ -302,10 +301,9 @@ def chained_quantities(mode: Mode, chain: Chain, config: ChainedConfig) -> dict[
     """Those of a chain in registers, whose elements change threads between two steps, and of one step."""
     work = chain.work
     tiles = mode.batches * ceil(mode.slices, config.block_s)
-    turns, rounds = mode.rounds(tiles, config.programs_per_sm or max(1, MOST_WARPS // config.num_warps))
+    _, rounds = mode.rounds(tiles, config.programs_per_sm or max(1, MOST_WARPS // config.num_warps))
     moves, block = mode.moves(config.block_s, run_of(1, mode.after, config.block_s)), rounds * config.block_s
     return moves | {
-        "rounds": turns * MICROSECOND,
         "operations": mode.operating(2 * block * work.products),
         "tiles": mode.moving(block * (work.read + work.written)),
         "exchanged": mode.moving(block * (work.passed - work.read - work.written)),
@@ -375,21 +373,20 @@ def offers(segment: Segment) -> list[Offer] | str:
     return found or "no tile has room for such steps"
 
 
-def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, int], gpu: GPU) -> tuple[ChainedConfig, ...]:
-    """The closed form's configuration of a launch with these numbers of elements before and after its modes, if there is one.
+def _closed(problem: LaunchProblem) -> ChainedConfig | None:
+    """The closed form's configuration, if there is one.
 
     A plan that leaves modes in place may have runs of memory in mind that no tile has room for: shorter ones take their place.
     """
-    chain = Chain.of(launch.steps)
-    found = (chained_config(chain, itemsize, sectors, num_slices) for sectors in range(run_sectors(*around), -1, -1))
-    first = next(filter(None, found), None)
-    return () if first is None else (first,)
+    chain, most = Chain.of(problem.launch.steps), run_sectors(*problem.shape[2:])
+    found = (chained_config(chain, problem.itemsize, sectors, problem.num_slices) for sectors in range(most, -1, -1))
+    return next(filter(None, found), None)
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """Where tiles are loaded ahead, also without: that needs no second tile in shared memory."""
-    closed = configs(problem.launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu)
-    return tuple([found for c in closed for found in _with_config(problem, c)])
+    closed = _closed(problem)
+    return () if closed is None else _with_config(problem, closed)
 
 
 def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchConfig, ...]:
@@ -399,7 +396,7 @@ def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchC
     batches, _, before, after = problem.shape
     steps, common, num_slices = problem.launch.steps, problem.common, problem.num_slices
     head, tail = common["HEAD"], common["TAIL"]
-    plan = chained_layout(steps, config.block_s, config.num_warps, problem.dtype.itemsize, (tail, tail or problem.transposed))
+    plan = chained_layout(steps, config.block_s, config.num_warps, problem.dtype.itemsize, (tail, tail or problem.mode_stride > 0))
     run = run_of(before, after, config.block_s) if head or tail else config.block_s
     num_tiles = batches * math.ceil(num_slices / config.block_s)
     loop = config.programs_per_sm > 0 and batches == 1
@@ -456,5 +453,5 @@ def _strides(problem: LaunchProblem, common: dict[str, Any], block_s: int) -> tu
             slices = _RUNTIME  # rows of a larger tensor
         if problem.columns > 1 and modes != 1:
             slices, modes = (slices if common["TAIL"] else _RUNTIME), _RUNTIME_NARROW
-        found += [slices, modes] if reach <= _MOST_OFFSET else [_RUNTIME, _RUNTIME]
+        found += [slices, modes] if reach <= MOST_OFFSET else [_RUNTIME, _RUNTIME]
     return tuple(found)

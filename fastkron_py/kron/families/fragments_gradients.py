@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, Order, TileLayout, bits_of, digits_of, order_of, without
 from fastkron_py.kron.families import fragments
-from fastkron_py.kron.families.tile_gradients import fused_launch
+from fastkron_py.kron.families.fragments import CHAIN_WIDTH, MOST_OFFSET, TILE
+from fastkron_py.kron.families.tile_gradients import SUM_NUMBERS, fused_launch
 from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
-from fastkron_py.kron.plan.steps import run_of
-from fastkron_py.kron.problem import ceil
-from fastkron_py.runtime.gpu import SECTOR_BYTES
+from fastkron_py.kron.plan.steps import DOT_SIDE, run_of
+from fastkron_py.kron.problem import WORD, ceil
+from fastkron_py.runtime.gpu import SECTOR_BYTES, VECTOR_BYTES
 
 if TYPE_CHECKING:
     from fastkron_py.runtime.launch import LaunchConfig
@@ -30,24 +31,19 @@ gradient_order: Final = 10
 
 STEP_WIDTHS: Final = (16, 32, 64)
 GRADIENT_WIDTHS: Final = (16, 32, 64, 128)  # without dx
-TILE: Final = 4096
 # Slices that one warp, or all that share a sum, take at a time.
-CHUNK: Final = 16
+CHUNK: Final = DOT_SIDE
 ROW: Final = 32  # elements of a row of shared memory: every bank once
-# A [P, Q] sum of at most this many elements is kept once for each warp, which then multiplies slices of its own.
-PART_ELEMENTS: Final = 1024
 # A step of 8 is narrower than a product of two operands that are no factors: neighbours of the mode before are taken along, as one
 # mode of 64. Two of them make a sum of 16 x 16, whose diagonal blocks are wanted.
 NARROW: Final = 8
-NEIGHBOURS: Final = 8
-SUMMED: Final = 2
-REPEATED: Final = -1  # in place of a bit's place: these warps hold the same
+NEIGHBOURS: Final = CHAIN_WIDTH // NARROW
+SUMMED: Final = DOT_SIDE // NARROW
 PAIR_WIDTHS: Final = (16, 32)
 PAIR_WARPS: Final = 4
-_VECTOR_BITS: Final = 2  # of the elements that a thread moves at once, 16 bytes
-_VECTOR: Final = 1 << _VECTOR_BITS
-_SECTOR: Final = SECTOR_BYTES // 4  # elements
-_MOST_OFFSET: Final = 2**31 - 1
+_VECTOR: Final = VECTOR_BYTES // WORD  # elements that a thread moves at once
+_VECTOR_BITS: Final = digits_of(_VECTOR)
+_SECTOR: Final = SECTOR_BYTES // WORD  # elements
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class Operand:
 
     registers: tuple[int, ...]
     lanes: tuple[int, ...]
-    warps: tuple[int, ...]
+    warps: tuple[int | None, ...]  # None where these warps hold the same
     order: Order  # dimensions of the tile seen as 2 x 2 x ... x 2
     shape: tuple[int, ...]
 
@@ -89,15 +85,15 @@ class Operand:
 def operand_of(tile: Sequence[Bit], dims: Sequence[Sequence[Bit]], lanes: Sequence[Bit], warps: Sequence[Bit | None]) -> Operand:
     """An operand of a tile: bits of each of its dimensions, of lanes and of warps, lowest first; None where warps hold the same."""
     registers = tuple([i for i, b in enumerate(tile) if b not in lanes and b not in warps])
-    places = tuple([REPEATED if b is None else tile.index(b) for b in warps])
+    places = tuple([None if b is None else tile.index(b) for b in warps])
     return Operand(registers, tuple(map(tile.index, lanes)), places, order_of([tile], dims), tuple([1 << len(d) for d in dims]))
 
 
 def bases(operand: Operand) -> tuple[Bases, Bases, Bases]:
     """(row, column) offsets in shared memory, rows of 32, of an operand's registers, lanes and warps."""
 
-    def base(place: int) -> tuple[int, int]:
-        if place == REPEATED:
+    def base(place: int | None) -> tuple[int, int]:
+        if place is None:
             return 0, 0
         return (0, 1 << place) if 1 << place < ROW else ((1 << place) // ROW, 0)
 
@@ -241,43 +237,34 @@ def _back(p: int, q: int, tile: tuple[Bit, ...], config: GradientConfig, runs: b
     return Back(operand, _digits(columns), _digits(out), order, store)
 
 
-def step_gradient_config(
-    p: int, q: int, num_slices: int, after: int, fastest: int, groups: int, multiprocessors: int, need_x: bool
-) -> GradientConfig | None:
+def step_gradient_config(problem: GroupProblem) -> GradientConfig | None:
     """The tile for a step, or None where the kernel cannot take it: the single statement of its limits.
 
-    Args:
-        p: rows of the factor.
-        q: its columns.
-        num_slices: slices of each batch of factors; where p is NARROW, of NEIGHBOURS taken together.
-        after: neighbours that a slice's elements stand among, 1 where a slice is one run of memory.
-        fastest: slices in a row of memory: after, or the modes before it, or all.
-        groups: number of batches of factors.
-        multiprocessors: of the device.
-        need_x: dx is wanted too.
+    A step of NARROW rows and columns is taken with its neighbours alone.
     """
-    narrow = p == q == NARROW
-    widths = STEP_WIDTHS if need_x else GRADIENT_WIDTHS
-    if not narrow and (p not in widths or q not in widths):
+    neighbours, num_slices, after = problem.neighbours, problem.num_slices, problem.shape[3]
+    p, q = (size // neighbours for size in problem.sizes)
+    widths = STEP_WIDTHS if problem.need_x else GRADIENT_WIDTHS
+    if neighbours == 1 and (p not in widths or q not in widths):
         return None
     wide = max(p, q) > STEP_WIDTHS[-1]
-    neighbours = NEIGHBOURS if narrow else 1
     block_s = 32 if wide else TILE // (max(p, q) * neighbours)
     across = min(4, p // 16)
-    warps = (1, across, 8 // across) if wide else (1, 2, 2) if p * q > PART_ELEMENTS else (4, 1, 1)
-    if fastest % block_s or num_slices % block_s or 1 < after < _SECTOR:
+    warps = (1, across, 8 // across) if wide else (1, 2, 2) if p * q > SUM_NUMBERS else (4, 1, 1)
+    if problem.fastest % block_s or num_slices % block_s or 1 < after < _SECTOR:
         return None
     per_sm = 1 if wide else 2 if max(p, q) == STEP_WIDTHS[-1] else 3  # programs that shared memory has room for
-    programs = _programs(num_slices // block_s, groups, multiprocessors, per_sm)
+    programs = _programs(problem, block_s, per_sm)
     # Warps of a narrow step take neighbours of their own, others slices.
-    chunk = CHUNK if narrow else CHUNK * warps[0]
+    chunk = CHUNK if neighbours > 1 else CHUNK * warps[0]
     return GradientConfig(block_s, chunk, warps, 3 if wide else 2, programs, neighbours) if programs else None
 
 
-def _programs(tiles: int, groups: int, multiprocessors: int, per_sm: int) -> int:
+def _programs(problem: GroupProblem, block_s: int, per_sm: int) -> int:
     """Programs of each batch of factors; none where there are fewer tiles than multiprocessors."""
-    most = max(1, -(-multiprocessors * per_sm // groups))
-    return -(-tiles // -(-tiles // most)) if tiles * groups >= multiprocessors else 0
+    tiles, groups, multiprocessors = problem.num_slices // block_s, problem.shape[0], problem.gpu.multiprocessors
+    most = max(1, ceil(multiprocessors * per_sm, groups))
+    return ceil(tiles, ceil(tiles, most)) if tiles * groups >= multiprocessors else 0
 
 
 # ---- a chain of two steps `u (A (x) B)` ----------------------------------------------------------
@@ -465,29 +452,18 @@ def pair_gradient(p: tuple[int, int], q: tuple[int, int], config: GradientConfig
     )
 
 
-def pair_gradient_config(
-    p: tuple[int, int], q: tuple[int, int], num_slices: int, after: int, fastest: int, groups: int, multiprocessors: int
-) -> GradientConfig | None:
-    """The tile for a chain of two, or None where the kernel cannot take it: the single statement of its limits.
-
-    Args:
-        p: rows of A and B.
-        q: their columns.
-        num_slices: slices of each batch of factors.
-        after: neighbours that a slice's elements stand among, 1 where a slice is one run of memory.
-        fastest: slices in a row of memory: after, or the modes before it, or all.
-        groups: number of batches of factors.
-        multiprocessors: of the device.
-    """
+def pair_gradient_config(problem: GroupProblem) -> GradientConfig | None:
+    """The tile for a chain of two, or None where the kernel cannot take it: the single statement of its limits."""
+    (p, q), after = problem.step_sizes, problem.shape[3]
     if any(size not in PAIR_WIDTHS for size in (*p, *q)):
         return None
     width = max(p[0] * p[1], q[0] * q[1])
     # Several chunks of more than 16 x 16 in a tile do not fit into registers.
     block_s = PAIR_WARPS if after == 1 and width > PAIR_WIDTHS[0] ** 2 else TILE // width
-    if fastest % block_s or num_slices % block_s or (after > 1 and block_s < _SECTOR):
+    if problem.fastest % block_s or problem.num_slices % block_s or (after > 1 and block_s < _SECTOR):
         return None
     per_sm = 3 if width <= PAIR_WIDTHS[0] * PAIR_WIDTHS[1] and after == 1 else 2  # programs that registers and shared memory have room for
-    programs = _programs(num_slices // block_s, groups, multiprocessors, per_sm)
+    programs = _programs(problem, block_s, per_sm)
     return GradientConfig(block_s, block_s if after > 1 else PAIR_WARPS, (PAIR_WARPS, 1, 1), 2, programs) if programs else None
 
 
@@ -503,18 +479,8 @@ def _taken(problem: GroupProblem) -> tuple[GroupProblem, GradientConfig] | str:
         return "takes a Hopper GPU, and float32"
     if not _copies_whole_vectors(problem):
         return "takes rows that begin at multiples of 16 bytes"
-    groups, rows, before, after = problem.shape
-    addresses = problem.addresses
-    fastest = after if addresses["TAIL"] else before if addresses["HEAD"] else rows * before
-    around = (problem.num_slices, after, fastest, groups, problem.gpu.multiprocessors)
-    config = None
-    if is_chain:
-        config = pair_gradient_config(*problem.step_sizes, *around)
-    else:
-        p, q = (size // problem.neighbours for size in problem.sizes)
-        if problem.neighbours > 1 or min(p, q) > NARROW:
-            config = step_gradient_config(p, q, *around, problem.need_x)
-    if config is None or (addresses["TAIL"] and after * max(problem.sizes) + config.block_s > _MOST_OFFSET):
+    config = pair_gradient_config(problem) if is_chain else step_gradient_config(problem)
+    if config is None or (problem.addresses["TAIL"] and problem.shape[3] * max(problem.sizes) + config.block_s > MOST_OFFSET):
         widths = PAIR_WIDTHS if is_chain else STEP_WIDTHS if problem.need_x else GRADIENT_WIDTHS
         return f"takes {'two steps' if is_chain else 'a step'} of {widths} rows and columns, in whole tiles, one a multiprocessor at least"
     return problem, config
@@ -526,7 +492,7 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     if isinstance(taken, str):
         return taken
     prices = "fragments_pair_gradients" if problem.split else "fragments_gradients" if problem.is_fused else "fragments_factor_gradients"
-    return [GradientOffer(prices, gradient_quantities(*taken), problem, partial(gradient_launch, problem, *taken))]
+    return [GradientOffer(name, prices, gradient_quantities(*taken), problem, partial(gradient_launch, problem, *taken))]
 
 
 def gradient_quantities(problem: GroupProblem, config: GradientConfig) -> dict[str, float]:

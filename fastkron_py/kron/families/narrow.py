@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch, Step, tile_constants
 from fastkron_py.kron.problem import LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
-from fastkron_py.kron.rates import priced
-from fastkron_py.runtime.gpu import GPU, next_power_of_two
+from fastkron_py.kron.rates import figures, priced
+from fastkron_py.runtime.gpu import GPU, VECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
     from fastkron_py.runtime.launch import LaunchConfig
 
@@ -22,25 +24,30 @@ gradient_order: Final = 0
 moves_to_front: Final = True
 add: Final = add_launch
 
-# Widest result, and most elements of a factor with its columns padded to a power of two, by bytes of an element: beyond these the
-# multiply-adds take longer than the memory, and tensor cores are faster, whose tiles a narrower factor leaves mostly empty (measured on
-# an H200).
-WIDTH: Final = 16
-ELEMENTS: Final = {2: 64, 4: 128, 8: 32}
-TILE: Final = 2048  # elements of a tile of the result
-# Where slices are runs of memory, a thread has one vector of them, with all sums of its slices, of these at most: so operands are loaded
-# as they are multiplied, and do not change their layout in shared memory.
-SUMS: Final = {2: 64, 4: 64, 8: 32, 16: 16}
-VECTOR_BYTES: Final = 16
-# The same of a gradient, whose kernel has its sums and the factor in registers.
-GRADIENT_WIDTH: Final = 8
-GRADIENT_ELEMENTS: Final = {2: 16, 4: 32, 8: 32}
-GRADIENT_SUMS: Final = 16  # of a thread, at least those of one slice
 THREADS: Final = 128
-# Slices that are runs of memory are walked by a thread each, and a sector of several elements stays near for them all.
-NEAR_BYTES: Final = 16384
-MOST_SLICES: Final = 1024
-PROGRAMS_PER_SM: Final = 8
+
+
+class Figures(NamedTuple):
+    """Sizes up to which these kernels are faster than tensor cores, whose tiles narrow factors leave mostly empty, and those of tiles."""
+
+    width: int  # of the result; beyond it multiply-adds take longer than the memory
+    elements: Mapping[int, int]  # of a factor with its columns padded to a power of two, by bytes of an element
+    tile: int  # elements of a tile of the result
+    # of a thread at most, by bytes of an element. Where slices are runs of memory, it has one vector of them, with all sums of its
+    # slices: so operands are loaded as they are multiplied, and do not change their layout in shared memory.
+    sums: Mapping[int, int]
+    gradient_width: int  # as width, of a gradient, whose kernel has its sums and the factor in registers
+    gradient_elements: Mapping[int, int]  # as elements
+    gradient_sums: int  # of a thread, at least those of one slice
+    # of slices that are runs of memory and are walked by a thread each: a sector of several elements stays near for them all.
+    near_bytes: int
+    most_slices: int  # of a tile
+    programs_per_sm: int  # at a time on a multiprocessor
+
+    @classmethod
+    def of(cls, gpu: GPU) -> Figures:
+        """Those of a GPU."""
+        return figures(cls, name, gpu)
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,10 @@ class NarrowGradientConfig:
     num_warps: int
 
 
-def is_narrow(p: int, q: int, itemsize: int) -> bool:
+def is_narrow(p: int, q: int, itemsize: int, gpu: GPU) -> bool:
     """Whether a mode is multiplied by a factor p x q, in real numbers of this size, without tensor cores."""
-    return q <= WIDTH and p * next_power_of_two(q) <= ELEMENTS[itemsize]
+    of = Figures.of(gpu)
+    return q <= of.width and p * next_power_of_two(q) <= of.elements[itemsize]
 
 
 def narrow_config(p: int, q: int, itemsize: int, num_slices: int, after: int, gpu: GPU) -> NarrowConfig:
@@ -81,18 +89,19 @@ def narrow_config(p: int, q: int, itemsize: int, num_slices: int, after: int, gp
         after: neighbouring slices that are a run of memory.
         gpu: where it runs.
     """
-    block_q = next_power_of_two(q)
-    most = min(MOST_SLICES, _spread(num_slices, 2 * gpu.multiprocessors))
-    block_s, run = _vectors(after, itemsize, block_q, most)
+    block_q, of = next_power_of_two(q), Figures.of(gpu)
+    most = min(of.most_slices, _spread(num_slices, 2 * gpu.multiprocessors))
+    block_s, run = _vectors(after, itemsize, of.sums[itemsize] // block_q, most)
     if run == 1:
-        near = NEAR_BYTES // (p * itemsize) if after == 1 else most
-        block_s = max(THREADS, min(TILE // block_q, most, 1 << near.bit_length() - 1))
-    return NarrowConfig(block_s, run, block_q, min(p, WIDTH), THREADS // 32, PROGRAMS_PER_SM)
+        near = of.near_bytes // (p * itemsize) if after == 1 else most
+        block_s = max(THREADS, min(of.tile // block_q, most, 1 << near.bit_length() - 1))
+    return NarrowConfig(block_s, run, block_q, min(p, of.width), THREADS // 32, of.programs_per_sm)
 
 
-def is_narrow_gradient(p: int, q: int, itemsize: int) -> bool:
+def is_narrow_gradient(p: int, q: int, itemsize: int, gpu: GPU) -> bool:
     """Whether the gradients of a mode and of its factor p x q are computed without tensor cores."""
-    return max(p, q) <= GRADIENT_WIDTH and next_power_of_two(p) * next_power_of_two(q) <= GRADIENT_ELEMENTS[itemsize]
+    of = Figures.of(gpu)
+    return max(p, q) <= of.gradient_width and next_power_of_two(p) * next_power_of_two(q) <= of.gradient_elements[itemsize]
 
 
 def gradient_config(problem: GroupProblem) -> NarrowGradientConfig:
@@ -100,26 +109,20 @@ def gradient_config(problem: GroupProblem) -> NarrowGradientConfig:
 
     Programs depend on the problem and the device alone, so results repeat bit for bit.
     """
-    (p, q), (groups, _, _, after), num_slices, itemsize, gpu = (
-        problem.sizes,
-        problem.shape,
-        problem.num_slices,
-        problem.itemsize,
-        problem.gpu,
-    )
+    (p, q), (groups, _, _, after), gpu, of = problem.sizes, problem.shape, problem.gpu, Figures.of(problem.gpu)
     sums = next_power_of_two(p) * next_power_of_two(q)
-    most = min(MOST_SLICES, _spread(num_slices * groups, gpu.multiprocessors))
-    block_s, run = _vectors(after, itemsize, sums, most)
+    most = min(of.most_slices, _spread(problem.num_slices * groups, gpu.multiprocessors))
+    block_s, run = _vectors(after, problem.itemsize, of.sums[problem.itemsize] // sums, most)
     if run == 1:
-        block_s = min(THREADS * max(1, GRADIENT_SUMS // sums), most)
-    tiles = math.ceil(num_slices / block_s)
-    most = max(1, math.ceil(gpu.multiprocessors * PROGRAMS_PER_SM / groups))
+        block_s = min(THREADS * max(1, of.gradient_sums // sums), most)
+    tiles = math.ceil(problem.num_slices / block_s)
+    most = max(1, math.ceil(gpu.multiprocessors * of.programs_per_sm / groups))
     return NarrowGradientConfig(block_s, run, math.ceil(tiles / math.ceil(tiles / most)), THREADS // 32)
 
 
-def _vectors(after: int, itemsize: int, sums: int, most: int) -> tuple[int, int]:
+def _vectors(after: int, itemsize: int, longest: int, most: int) -> tuple[int, int]:
     """(slices of a tile, at most `most`, and of its runs), of vectors as long as a thread has room for the sums of each slice."""
-    vector = 1 if after == 1 else min(math.gcd(after, VECTOR_BYTES // itemsize), max(1, SUMS[itemsize] // sums), most // THREADS)
+    vector = 1 if after == 1 else min(math.gcd(after, VECTOR_BYTES // itemsize), max(1, longest), most // THREADS)
     run = math.gcd(after, THREADS * vector)
     return THREADS * vector, run if vector * itemsize == VECTOR_BYTES else min(run, vector)
 
@@ -137,8 +140,9 @@ def refusal(problem: Problem) -> str | None:
 def offers(segment: Segment) -> list[Offer] | str:
     """One step of all factors."""
     problem, mode = segment.problem, segment.mode
-    if not is_narrow(mode.p, mode.q, problem.itemsize):
-        return f"takes one step of up to {WIDTH} columns and {ELEMENTS[problem.itemsize]} elements, in real numbers"
+    if not is_narrow(mode.p, mode.q, problem.itemsize, problem.gpu):
+        of = Figures.of(problem.gpu)
+        return f"takes one step of up to {of.width} columns and {of.elements[problem.itemsize]} elements, in real numbers"
     step = Step(0, len(segment.ps), mode.p // problem.parts, mode.q // problem.parts, problem.parts)
     return [Offer(priced(name, problem.gpu, problem.itemsize, quantities(mode, step)), Launch((step,), name))]
 
@@ -181,15 +185,15 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     from fastkron_py.kron.gradient_problem import GradientOffer
 
     is_real_step = problem.is_fused and problem.split == 0 and not problem.dtype.is_complex
-    if not is_real_step or not is_narrow_gradient(*problem.sizes, problem.itemsize):
-        return f"takes one step of real numbers, of up to {GRADIENT_WIDTH} rows and columns"
-    return [GradientOffer("narrow_gradients", gradient_quantities(problem), problem, partial(gradient_launch, problem))]
+    if not is_real_step or not is_narrow_gradient(*problem.sizes, problem.itemsize, problem.gpu):
+        return f"takes one step of real numbers, of up to {Figures.of(problem.gpu).gradient_width} rows and columns"
+    return [GradientOffer(name, "narrow_gradients", gradient_quantities(problem), problem, partial(gradient_launch, problem))]
 
 
 def gradient_quantities(problem: GroupProblem) -> dict[str, float]:
     """Those of a step's gradients, whose programs move whole tiles and have the products' sums in registers."""
     config, mode = gradient_config(problem), problem.mode
-    _, rounds = mode.rounds(mode.batches * ceil(problem.num_slices, config.block_s), PROGRAMS_PER_SM)
+    _, rounds = mode.rounds(mode.batches * ceil(problem.num_slices, config.block_s), Figures.of(problem.gpu).programs_per_sm)
     held = rounds * config.block_s
     return problem.moves(config.block_s, config.run, config.programs) | {
         "tiles": mode.moving(held * (2 * mode.p + mode.q)),

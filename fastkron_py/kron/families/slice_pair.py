@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Final
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step, padded, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
-from fastkron_py.kron.rates import figure, priced
+from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import GPU, HOPPER
 
 if TYPE_CHECKING:
@@ -21,33 +21,42 @@ order: Final = 0
 moves_to_front: Final = False  # a slice is stored where it was
 add: Final = add_launch
 
-# Rows and columns of the factor on the left, which are padded to those of a warpgroup's products, and of the one on the right.
-LEAST_LEFT: Final = 33
-LEAST_RIGHT: Final = 32
-# Narrower steps are multiplied by single warps.
+ROWS: Final = 64  # of a warpgroup's product, to which those of the factor on the left are padded
+LEAST_LEFT: Final = ROWS // 2 + 1  # rows and columns of that factor, and of the one on the right:
+LEAST_RIGHT: Final = ROWS // 2  # narrower steps are multiplied by single warps,
 NARROWEST: Final = 8
-WIDEST: Final = 128  # of these, and of steps with a factor in the middle
-WIDEST_LEFT: Final = 256
-WIDEST_RIGHT: Final = 192
-LEAST_RIGHT_OF_WIDE: Final = 64  # beside a factor over WIDEST on the left; narrower ones spill
-LEAST_PARTED: Final = 65  # columns that come in two parts
-MOST_SUMS: Final = 128  # of a thread
-MOST_SUMS_OF_FOUR: Final = 96  # of a thread, where four warps round a slice,
-LEAST_OF_FOUR: Final = 32  # columns of their parts,
-LOADED_AHEAD: Final = 4  # and elements that rows of x are multiples of, which are copied without registers
-MOST_TURNS: Final = 2  # in which a slice with a factor in the middle is read
-MOST_STAGES: Final = 4
-SMALL_SLICE: Final = 2048  # elements, up to which all stages and programs are used,
-SMALL_TILE: Final = 8192  # and of a matrix beside a factor in the middle; up to which four warps are enough
-NARROW_TILE: Final = 1024  # and of narrow steps,
-MOST_NARROW: Final = 4096  # which have at most this number
-MOST_PROGRAMS: Final = 4  # of a multiprocessor
-LEAST_OF_TWO: Final = 256  # elements beyond which two warps are faster where rows are whole vectors
-WARP_FACTOR: Final = 4096  # elements of the factor on the left that a warp loads without spills
-MOST_WARPS: Final = 24  # of a multiprocessor, for narrow steps
-LOADING_WIDTH: Final = 64  # of a second factor, beyond which loading it takes long
+WIDEST: Final = 2 * ROWS  # of these, and of steps with a factor in the middle
 
 Parts = tuple[tuple[int, int], ...]
+
+
+class Figures(NamedTuple):
+    """Sizes beyond which a program spills, or is slower than with other warps and stages; and the time of loading factors."""
+
+    widest_left: int  # rows and columns of the factor on the left
+    widest_right: int  # of the one on the right
+    least_right_of_wide: int  # beside a factor over WIDEST on the left
+    most_sums: int  # of a thread
+    most_sums_of_four: int  # of a thread, where four warps round a slice,
+    least_of_four: int  # columns of their parts,
+    loaded_ahead: int  # and elements that rows of x are multiples of, which are copied without registers
+    most_turns: int  # in which a slice with a factor in the middle is read
+    most_stages: int  # of a program
+    small_slice: int  # elements, up to which all stages and programs are used,
+    small_tile: int  # and of a matrix beside a factor in the middle; up to which four warps are enough
+    narrow_tile: int  # the same of narrow steps,
+    most_narrow: int  # which have at most this number
+    most_programs: int  # of a multiprocessor
+    least_of_two: int  # elements beyond which two warps are faster where rows are whole vectors
+    warp_factor: int  # elements of the factor on the left that a warp loads without spills
+    most_warps: int  # of a multiprocessor, for narrow steps
+    loading: float  # microseconds in which narrow steps load a second factor that is wide
+    loads: float  # that a thread makes in a microsecond,
+    free_loads: float  # and those that take no time,
+    loads_of_slice: float  # with this number for each slice of the problem
+
+
+OF: Final = figures(Figures, name, HOPPER)  # as of all GPUs whose tensor cores read operands from shared memory
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ def is_narrow(steps: Sequence[Step]) -> bool:
 
 def in_parts(size: int) -> Parts:
     """A number of columns in one part or two, each a power of two that a product takes."""
-    if size < LEAST_PARTED:
+    if size <= ROWS:
         return ((0, padded(size)),)
     first = padded(size) // 2
     return ((0, first), (first, padded(size - first)))
@@ -122,7 +131,7 @@ def _tilings(steps: Sequence[Step]) -> Iterator[Tiling]:
     if is_narrow(steps):
         is_whole = (second.p, second.q) == (second.p_pad, second.q_pad)
         found = Tiling(False, (first.p_pad, first.q_pad), ((0, second.p_pad),), ((0, second.q_pad),), is_whole)
-        if max(*found.pads, found.p, found.q) <= WIDEST and found.elements <= MOST_NARROW:
+        if max(*found.pads, found.p, found.q) <= WIDEST and found.elements <= OF.most_narrow:
             yield found
         return
     for transposed, left, right in ((False, first, second), (True, second, first)):
@@ -132,9 +141,9 @@ def _tilings(steps: Sequence[Step]) -> Iterator[Tiling]:
         p_parts, q_parts = [in_parts(n) if len(steps) == 2 else ((0, padded(n)),) for n in (right.p, right.q)]
         is_whole = all([sum(parts[-1]) == n for parts, n in ((p_parts, right.p), (q_parts, right.q))])
         found = Tiling(transposed, pads, p_parts, q_parts, is_whole)
-        is_wide, most = max(pads) > WIDEST, MOST_SUMS * 32 * warps_of(found, matrices_of(steps))
-        is_small = max(pads) <= WIDEST_LEFT and max(found.p, found.q) <= WIDEST_RIGHT and found.sums <= most
-        if is_small and not (is_wide and min(found.p, found.q) < LEAST_RIGHT_OF_WIDE):
+        is_wide, most = max(pads) > WIDEST, OF.most_sums * 32 * warps_of(found, matrices_of(steps))
+        is_small = max(pads) <= OF.widest_left and max(found.p, found.q) <= OF.widest_right and found.sums <= most
+        if is_small and not (is_wide and min(found.p, found.q) < OF.least_right_of_wide):
             yield found
 
 
@@ -164,7 +173,7 @@ def turns_of(steps: Sequence[Step]) -> int:
         return 1
     matrices, found = matrices_of(steps), tiling(steps)
     sums = matrices * found.sums // (32 * warps_of(found, matrices))
-    return next((n for n in range(1, matrices) if matrices % n == 0 and sums <= n * MOST_SUMS), matrices)
+    return next((n for n in range(1, matrices) if matrices % n == 0 and sums <= n * OF.most_sums), matrices)
 
 
 def slice_pairs(ps: Sequence[int], qs: Sequence[int]) -> Iterator[tuple[Step, ...]]:
@@ -181,13 +190,13 @@ def slice_triples(ps: Sequence[int], qs: Sequence[int]) -> Iterator[tuple[Step, 
         steps = first, middle, second = steps_of(ps, qs, (0, at, at + 1, len(ps)))
         widths = (first.p, first.q, second.p, second.q)
         is_small = middle.p == middle.q > 1 and min(widths) >= LEAST_LEFT and max(widths) <= WIDEST
-        if is_small and turns_of(steps) <= MOST_TURNS:
+        if is_small and turns_of(steps) <= OF.most_turns:
             yield steps
 
 
 def warps_of(tiles: Tiling, matrices: int) -> int:
     """The warps of a program that are not narrow steps': matrices beside a factor in the middle need the registers of eight."""
-    return 8 if tiles.pads[1] > WIDEST // 2 and (matrices > 1 or tiles.elements > SMALL_TILE) else 4
+    return 8 if tiles.pads[1] > WIDEST // 2 and (matrices > 1 or tiles.elements > OF.small_tile) else 4
 
 
 def shared_memory(tiles: Tiling, stages: int, adds: bool) -> int:
@@ -208,22 +217,21 @@ def shared_memory(tiles: Tiling, stages: int, adds: bool) -> int:
     return 2 * (elements + (part if ahead else 0))
 
 
-def slice_pair_start(steps: Sequence[Step], slices: int, gpu: GPU) -> float:
+def slice_pair_start(steps: Sequence[Step], slices: int) -> float:
     """Modelled time before the first slice, besides the launch's own and in units of it.
 
     Args:
         steps: as in `tiling`.
         slices: of all programs. Other launches take longer for each, too, where rows are no whole vectors.
-        gpu: where it runs.
     """
-    found, of = tiling(steps), partial(figure, name, gpu)
+    found = tiling(steps)
     if is_narrow(steps):
-        return of("loading") if max(found.p, found.q) > LOADING_WIDTH else 0.0
+        return OF.loading if max(found.p, found.q) > ROWS else 0.0
     first, second = steps[0], steps[-1]
     left, right = (second, first) if found.transposed else (first, second)
     rows = ((math.prod(found.pads), left.q), (found.p * found.q, right.q), (found.pads[0] * found.p, second.p))
     loads = sum([elements / math.gcd(length, HALF_VECTOR) for elements, length in rows]) / (32 * warps_of(found, matrices_of(steps)))
-    return max(0.0, loads - of("free_loads") - of("loads_of_slice") * slices) / of("loads")
+    return max(0.0, loads - OF.free_loads - OF.loads_of_slice * slices) / OF.loads
 
 
 def slice_pair_config(steps: Sequence[Step], needs_z: bool, rounds_to: str, gpu: GPU) -> SlicePairConfig:
@@ -239,8 +247,8 @@ def slice_pair_config(steps: Sequence[Step], needs_z: bool, rounds_to: str, gpu:
     adds = matrices == 1 and needs_z  # of several matrices, z is loaded after the last one
     if is_narrow(steps):
         return _narrow_config(steps, adds, gpu)
-    is_small = found.pads[0] * found.p <= (SMALL_SLICE if matrices == 1 else SMALL_TILE)
-    most = MOST_STAGES if is_small else MOST_STAGES - 1
+    is_small = found.pads[0] * found.p <= (OF.small_slice if matrices == 1 else OF.small_tile)
+    most = OF.most_stages if is_small else OF.most_stages - 1
     stages = next((n for n in range(most, 1, -1) if shared_memory(found, n, adds) <= gpu.shared_memory), 1)
     programs = max(1, gpu.shared_memory // shared_memory(found, stages, adds))
     warps = warps_of(found, matrices)
@@ -250,14 +258,14 @@ def slice_pair_config(steps: Sequence[Step], needs_z: bool, rounds_to: str, gpu:
     by_four = warps == 4 or (rounds_to == "integers" and _rounds_by_four(found, steps[-1].p))
     if rounds_to and programs == 1 and by_four and 2 * shared_memory(found, held, False) <= gpu.shared_memory:
         return SlicePairConfig(4, held, 2)  # one multiplies while the other waits for its row's largest number
-    return SlicePairConfig(warps, stages, min(programs, MOST_PROGRAMS if rounds_to or is_small else MOST_PROGRAMS - 1))
+    return SlicePairConfig(warps, stages, min(programs, OF.most_programs if rounds_to or is_small else OF.most_programs - 1))
 
 
 def _rounds_by_four(tiles: Tiling, columns: int) -> bool:
     """Whether four warps have the registers for a tile of eight and round integers faster (float8 takes longer; measured on an H200)."""
     narrowest = min([size for _, size in (*tiles.p_parts, *tiles.q_parts)])
-    is_short = tiles.sums <= MOST_SUMS_OF_FOUR * 32 * 4 and narrowest >= LEAST_OF_FOUR
-    return tiles.transposed and is_short and columns % LOADED_AHEAD == 0
+    is_short = tiles.sums <= OF.most_sums_of_four * 32 * 4 and narrowest >= OF.least_of_four
+    return tiles.transposed and is_short and columns % OF.loaded_ahead == 0
 
 
 def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> SlicePairConfig:
@@ -265,10 +273,10 @@ def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> SlicePairConf
     found = tiling(steps)
     p, q = found.pads
     is_exact = (p, q, found.p, found.q) == (steps[0].p, steps[0].q, steps[-1].p, steps[-1].q)
-    warps = 2 if (is_exact and found.elements > LEAST_OF_TWO) or found.elements > 2 * NARROW_TILE else 1
-    warps = max(warps, p * q // WARP_FACTOR)
-    stages = MOST_STAGES if p * found.p <= NARROW_TILE else MOST_STAGES - 1
-    return SlicePairConfig(warps, stages, max(1, min(MOST_WARPS // warps, gpu.shared_memory // shared_memory(found, stages, adds))))
+    warps = 2 if (is_exact and found.elements > OF.least_of_two) or found.elements > 2 * OF.narrow_tile else 1
+    warps = max(warps, p * q // OF.warp_factor)
+    stages = OF.most_stages if p * found.p <= OF.narrow_tile else OF.most_stages - 1
+    return SlicePairConfig(warps, stages, max(1, min(OF.most_warps // warps, gpu.shared_memory // shared_memory(found, stages, adds))))
 
 
 def refusal(problem: Problem) -> str | None:
@@ -283,7 +291,7 @@ def offers(segment: Segment) -> list[Offer] | str:
     factors, found = (segment.ps, segment.qs), list[Offer]()
     for steps in (*slice_pairs(*factors), *slice_triples(*factors)):
         found.append(Offer(seconds(segment.mode, steps), Launch(steps, name)))
-    return found or f"takes two steps from {NARROWEST} to {WIDEST_LEFT} and {WIDEST_RIGHT} wide whose sums fit into registers"
+    return found or f"takes two steps from {NARROWEST} to {OF.widest_left} and {OF.widest_right} wide whose sums fit into registers"
 
 
 def seconds(mode: Mode, steps: Sequence[Step]) -> float:
@@ -298,7 +306,7 @@ def quantities(mode: Mode, steps: Sequence[Step]) -> dict[str, float]:
     return {
         "start": MICROSECOND,
         "streamed": mode.streamed,
-        "loading": slice_pair_start(steps, mode.slices, mode.gpu) * MICROSECOND,
+        "loading": slice_pair_start(steps, mode.slices) * MICROSECOND,
         "rounds": turns * MICROSECOND,
         "tiles": mode.moving(rounds * (mode.p * (1 + again) + mode.q)),
         "operations": mode.operating(rounds * matrices_of(steps) * tiling(steps).operations(1 + again)),

@@ -7,11 +7,11 @@ to four programs a multiprocessor, tiles of about 8,192 float32 elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import dropwhile
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from fastkron_py.kron.plan.steps import (
     DOT_SIDE,
@@ -23,7 +23,7 @@ from fastkron_py.kron.plan.steps import (
     tile_constants,
 )
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
-from fastkron_py.kron.rates import priced
+from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
@@ -34,19 +34,24 @@ order: Final = 0
 moves_to_front: Final = True
 add: Final = add_launch
 
-# Neighbours are formed up to this width, in real numbers: beyond it the extra FLOPs cost more than a step.
-MERGE_WIDTH: Final = 64
-# Widths up to which complex ones are; each gives a candidate. Gates of a circuit are narrow and many.
-COMPLEX_MERGES: Final = (16, 32, 64)
-# Steps wider than this, in real numbers, loop over blocks of the factor and are not chained.
+# Steps wider than this, in real numbers, loop over blocks of the factor and are not chained. Neighbours are formed up to it: beyond, the
+# extra FLOPs cost more than a step.
 CHAIN_WIDTH: Final = 64
-LARGE_CHAIN: Final = 1024  # real numbers of a slice, beyond which a multiprocessor has no room for two tiles
-CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
+# Widths up to which complex ones are; each gives a candidate. Gates of a circuit are narrow and many.
+COMPLEX_MERGES: Final = (CHAIN_WIDTH // 4, CHAIN_WIDTH // 2, CHAIN_WIDTH)
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 SINGLE_SLICES: Final = 128  # of a tile of a single step, as the closed form takes it, at most
 
-RESIDENT: Final = 128  # width up to which one step keeps the whole factor on chip, but for float64
+RESIDENT: Final = 2 * CHAIN_WIDTH  # width up to which one step keeps the whole factor on chip, but for float64
+
+
+class Figures(NamedTuple):
+    """Of chains, and of gradients."""
+
+    large_chain: int  # real numbers of a slice, beyond which a multiprocessor has no room for two tiles
+    gradient_programs: Mapping[int, int]  # of a multiprocessor, by bytes of a number
+    gradient_splits: int  # of a factor's gradient, whose tiles are small, for each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -101,22 +106,20 @@ def _fitting(configs: Sequence[_C], shared_memory: Callable[[_C], int], gpu: GPU
     return (*dropwhile(lambda c: shared_memory(c) > gpu.shared_memory, configs[:-1]), configs[-1])
 
 
-def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int, gpu: GPU) -> tuple[ChainConfig, ...]:
+def chain_configs(launch: Launch, mode: Mode, before: int) -> tuple[ChainConfig, ...]:
     """Tiles for a chain that fit the GPU, the preferred one first, then others that need less shared memory.
 
     Args:
         launch: its steps.
-        itemsize: bytes of a real number.
-        num_slices: slices there are in all.
-        fastest: neighbours that consecutive slices have in memory, when stored.
-        gpu: where it runs.
+        mode: what they multiply.
+        before: elements of a row before it; these, or those after it, are neighbours in memory when they are stored.
     """
-    width = launch.tile_width
+    width, itemsize, gpu, fastest = launch.tile_width, mode.itemsize, mode.gpu, mode.after if mode.after != 1 else before
     block_s = max(1, CHAIN_TILE[itemsize] // 2 // width)
     run = min(max(1, SECTOR_BYTES // (itemsize * launch.parts)), next_power_of_two(fastest))
     if itemsize == 8 and not gpu.has_float64_cores:
         block_s, run = max(1, block_s // 2), 1  # products take longer than stores of less than a sector
-    block_s = max(min(block_s, next_power_of_two(num_slices)), run)
+    block_s = max(min(block_s, next_power_of_two(mode.slices)), run)
     least = ceil(DOT_SIDE, launch.work.rows)
     block_s = max(block_s, least)
     warps = 8 if block_s * width > 4096 or itemsize == 8 else 4
@@ -130,21 +133,18 @@ def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int, 
     return _fitting(configs, lambda config: chain_shared_memory(config, launch, itemsize), gpu)
 
 
-def single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU, parts: int = 1) -> tuple[SingleConfig, ...]:
-    """Blocks for a single step p x q that fit the GPU, the preferred ones first, then others that need less shared memory.
+def single_configs(mode: Mode, parts: int) -> tuple[SingleConfig, ...]:
+    """Blocks for a single step that fit the GPU, the preferred ones first, then others that need less shared memory.
 
     Args:
-        p: rows of the (multiplied-out) factor, in real numbers.
-        q: its columns.
-        itemsize: bytes of a real number.
-        num_slices: slices there are in all.
-        gpu: where it runs.
+        mode: what it multiplies.
         parts: real numbers of an element.
     """
-    configs = _single_configs(p, q, itemsize, min(SINGLE_SLICES, max(DOT_SIDE, next_power_of_two(num_slices))), gpu)
-    if parts > 1 and max(padded(p), padded(q)) > CHAIN_WIDTH:
+    block_s = min(SINGLE_SLICES, max(DOT_SIDE, next_power_of_two(mode.slices)))
+    configs = _single_configs(mode.p, mode.q, mode.itemsize, block_s, mode.gpu)
+    if parts > 1 and max(padded(mode.p), padded(mode.q)) > CHAIN_WIDTH:
         configs = configs[-2:]  # larger blocks of wide factors have no room for parts in shared memory, or spill
-    return _fitting(configs, lambda config: single_shared_memory(config, itemsize, parts), gpu)
+    return _fitting(configs, lambda config: single_shared_memory(config, mode.itemsize, parts), mode.gpu)
 
 
 @lru_cache(maxsize=1024)
@@ -154,13 +154,13 @@ def _single_configs(p: int, q: int, itemsize: int, block_s: int, gpu: GPU) -> tu
     if itemsize == 8 and not gpu.has_float64_cores:
         return (spare,)  # larger blocks spill
     widest = max(block_p, block_q)
-    if widest <= 64:
+    if widest <= CHAIN_WIDTH:
         warps, programs = (4, 3) if itemsize == 2 else (8, 2)
         return (*[SingleConfig(block_s, block_p, block_q, warps, stages, programs) for stages in (3, 2, 1)], spare)
     looped = SingleConfig(min(block_s, 64), min(block_p, 32), min(block_q, 64), 4, 3, 2)
     if itemsize == 8:
         return (looped, spare)
-    if widest > 128:
+    if widest > RESIDENT:
         return (SingleConfig(block_s, 64, min(block_q, 64), 4, 2, 2), looped, spare)
     # The whole factor stays in shared memory; in three-pass TF32 both halves of it, whose products spill, only where that was measured.
     if itemsize == 4:
@@ -176,7 +176,7 @@ def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
         itemsize: bytes of a real number.
         last: nothing comes after the launch's modes, so that a slice is one run of memory.
     """
-    if len(launch.steps) > CHAIN_STEPS or any(s.parts * max(s.p, s.q) > CHAIN_WIDTH for s in launch.steps):
+    if any(s.parts * max(s.p, s.q) > CHAIN_WIDTH for s in launch.steps):
         return False
     run = 1 if last else max(1, SECTOR_BYTES // (itemsize * launch.parts))
     return launch.tile_width * run <= CHAIN_TILE[itemsize]
@@ -209,7 +209,7 @@ def chain_quantities(mode: Mode, launch: Launch, config: ChainConfig) -> dict[st
     return moves | {
         "operations": mode.operating(2 * rounds * config.block_s * work.products * parts**2),
         "exchanged": exchanged,
-        "wide_exchanged": exchanged if max(work.read, work.written) * parts > LARGE_CHAIN else 0.0,
+        "wide_exchanged": exchanged if max(work.read, work.written) * parts > figures(Figures, name, mode.gpu).large_chain else 0.0,
         "padding": moves["bytes"] * (work.read * work.written * parts**2 / (mode.p * mode.q) - 1),
     }
 
@@ -236,7 +236,7 @@ def offers(segment: Segment) -> list[Offer] | str:
 @lru_cache(maxsize=4096)
 def _launches(ps: tuple[int, ...], qs: tuple[int, ...], parts: int) -> list[Launch]:
     """Candidates for a launch of these factors, of elements of this number of parts."""
-    widths = COMPLEX_MERGES if parts > 1 else (MERGE_WIDTH,)
+    widths = COMPLEX_MERGES if parts > 1 else (CHAIN_WIDTH,)
     return [Launch(steps_of(ps, qs, ends, parts), name) for ends in dict.fromkeys([merged(ps, qs, width // parts) for width in widths])]
 
 
@@ -249,32 +249,28 @@ def _spills(launch: Launch, problem: Problem) -> bool:
 def seconds(segment: Segment, launch: Launch) -> float:
     """The modelled seconds of a launch of all of a segment."""
     problem, mode = segment.problem, segment.mode
-    config = configs(launch, problem.itemsize, mode.slices, (segment.before, segment.after), problem.gpu, problem.parts)[0]
+    config = configs(launch, mode, segment.before)[0]
     if isinstance(config, SingleConfig):
         return priced(name, problem.gpu, problem.itemsize, step_quantities(mode, config))
     return priced("tile_chain", problem.gpu, problem.itemsize, chain_quantities(mode, launch, config))
 
 
-def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, int], gpu: GPU, parts: int = 1) -> tuple[Config, ...]:
-    """The closed form's configurations of a launch with these numbers of elements before and after its modes, the preferred one first."""
-    before, after = around
-    if len(launch.steps) > 1:
-        return chain_configs(launch, itemsize, num_slices, after if after != 1 else before, gpu)
-    return single_configs(parts * launch.p, parts * launch.q, itemsize, num_slices, gpu, parts)
+def configs(launch: Launch, mode: Mode, before: int) -> tuple[Config, ...]:
+    """The closed form's configurations of a launch with this number of elements before its modes, the preferred one first."""
+    return chain_configs(launch, mode, before) if len(launch.steps) > 1 else single_configs(mode, launch.parts)
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """A step or a chain by Triton's kernels."""
     from fastkron_py.tiling.products import arithmetic
 
-    launch, parts, common, gpu = problem.launch, problem.parts, problem.common, problem.gpu
+    launch, parts, common = problem.launch, problem.parts, problem.common
     is_chain = len(launch.steps) > 1
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, not is_chain and len(problem.factor_shapes) == 1)
     elements = common | {"ACC": acc, "PARTS": parts, "CONJ": problem.conj}
-    elements |= {"COMPUTE": compute, "PRECISION": precision, "TRANSPOSED": problem.transposed or common["TAIL"]}
+    elements |= {"COMPUTE": compute, "PRECISION": precision, "TRANSPOSED": problem.mode_stride > 0 or common["TAIL"]}
     elements |= _chain_constants(launch, problem.shape[0]) if is_chain else {"P": launch.p, "Q": launch.q}
-    closed = configs(launch, problem.itemsize, problem.num_slices, problem.shape[2:], gpu, parts)
-    return tuple([_launch_config(problem, elements, c) for c in closed])
+    return tuple([_launch_config(problem, elements, c) for c in configs(launch, problem.mode, problem.shape[2])])
 
 
 def _launch_config(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig | ChainConfig) -> LaunchConfig:

@@ -14,6 +14,7 @@ from fastkron_py.kron.families import tile
 from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
 from fastkron_py.kron.plan.steps import DOT_SIDE, padded, run_of
 from fastkron_py.kron.problem import MICROSECOND, ceil
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
@@ -23,17 +24,15 @@ name: Final = tile.name
 gradient_order: Final = 20
 
 # Widest step of a fused kernel, and of a chain, in real numbers: beyond it the sums, operands and factors do not fit into registers.
-STEP_WIDTH: Final = 64
-CHAIN_WIDTH: Final = 32
+STEP_WIDTH: Final = tile.CHAIN_WIDTH
+CHAIN_WIDTH: Final = STEP_WIDTH // 2
 MOST_FACTORS: Final = 8  # of a step: a factor's gradient multiplies all others out, and the kernel takes long to compile
 # Padded numbers of a tile of u, or of g, of 4 bytes: sixteen a thread of four warps, or of eight. More spill, as compiled
 # for an H100, where two programs of four warps fit on a multiprocessor, which hide each other's waiting, or one of eight.
 TILE: Final = 2048
-LARGEST_TILE: Final = 4096
+LARGEST_TILE: Final = 2 * TILE
 # A [P, Q] sum of at most this many numbers is kept once for each warp, which then multiplies slices of its own.
-SUM_NUMBERS: Final = 1024
-PROGRAMS_PER_SM: Final = {2: 4, 4: 2, 8: 2}  # by bytes of a number
-SPLITS_PER_SM: Final = 4  # of a factor's gradient, whose tiles are small
+SUM_NUMBERS: Final = CHAIN_WIDTH**2
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,10 @@ class FactorConfig:
     slices_per_split: int
     num_warps: int
     num_stages: int
+
+
+def _figures(problem: GroupProblem) -> tile.Figures:
+    return figures(tile.Figures, name, problem.gpu)
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ def fused_configs(problem: GroupProblem) -> tuple[FusedConfig, ...]:
     spills = width >= CHAIN_WIDTH**2 if chain else problem.itemsize == 8 and width > CHAIN_WIDTH
     warps = 8 if block_s * width > tile or (spills and not gpu.is_measured) else 4
     tiles = math.ceil(num_slices / block_s)
-    most = max(1, math.ceil(gpu.multiprocessors * PROGRAMS_PER_SM[problem.itemsize] / groups))
+    most = max(1, math.ceil(gpu.multiprocessors * _figures(problem).gradient_programs[problem.itemsize] / groups))
     programs = math.ceil(tiles / math.ceil(tiles / most))
 
     def config(block_s: int, num_warps: int, num_stages: int) -> FusedConfig:
@@ -141,7 +144,7 @@ def factor_config(problem: GroupProblem) -> FactorConfig:
     block_s = max(DOT_SIDE, min(deepest, next_power_of_two(num_slices)))
     tiles = math.ceil(p / block_p) * math.ceil(q / block_q) * groups
     blocks = math.ceil(num_slices / block_s)
-    splits = max(1, min(math.ceil(gpu.multiprocessors * (1 if wide else SPLITS_PER_SM) / tiles), blocks))
+    splits = max(1, min(math.ceil(gpu.multiprocessors * (1 if wide else _figures(problem).gradient_splits) / tiles), blocks))
     per_split = math.ceil(blocks / splits) * block_s
     splits = math.ceil(num_slices / per_split)
     return FactorConfig(block_s, block_p, block_q, splits, per_split, 8 if wide else 4, 2 if wide else 3)
@@ -160,18 +163,19 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     if not problem.is_fused:
         config = factor_config(problem)
         launch = partial(_factor_launch, problem, config)
-        return [GradientOffer("tile_factor_gradients", factor_quantities(problem, config), problem, launch)]
+        return [GradientOffer(name, "tile_factor_gradients", factor_quantities(problem, config), problem, launch)]
     if not fits(problem):
         return f"takes steps of up to {STEP_WIDTH} padded rows and columns, or two of {CHAIN_WIDTH}, whose tile fits on chip"
     prices = "tile_chain_gradients" if problem.split else "tile_gradients"
-    return [GradientOffer(prices, fused_quantities(problem), problem, partial(fused_launch, problem))]
+    return [GradientOffer(name, prices, fused_quantities(problem), problem, partial(fused_launch, problem))]
 
 
 def fused_quantities(problem: GroupProblem) -> dict[str, float]:
     """Those of a fused group, whose tiles are held in registers and once in shared memory."""
     (config, *_), mode, parts = fused_configs(problem), problem.mode, problem.parts
     (pa, qa), (pb, qb) = problem.pads
-    _, rounds = mode.rounds(mode.batches * ceil(problem.num_slices, config.block_s), PROGRAMS_PER_SM[problem.itemsize])
+    tiles, programs_per_sm = mode.batches * ceil(problem.num_slices, config.block_s), _figures(problem).gradient_programs[problem.itemsize]
+    _, rounds = mode.rounds(tiles, programs_per_sm)
     moves = problem.moves(config.block_s, run_of(1, mode.after, config.block_s), config.programs)
     # Of one step its gradient and dx; of a chain also both intermediates, of which that of u is made of B, that of g of A.
     products = 3 * pa * pb * qb + 2 * pa * qa * qb if problem.split else 2 * pb * qb
@@ -187,12 +191,11 @@ def factor_quantities(problem: GroupProblem, config: FactorConfig) -> dict[str, 
     """Those of a factor's gradient, whose programs loop over blocks of slices."""
     mode = problem.mode
     tiles = mode.batches * ceil(mode.p, config.block_p) * ceil(mode.q, config.block_q) * config.splits
-    turns, rounds = mode.rounds(tiles, 1 if config.num_warps > 4 else SPLITS_PER_SM)
+    turns, rounds = mode.rounds(tiles, 1 if config.num_warps > 4 else _figures(problem).gradient_splits)
     moved = mode.moving(rounds * config.slices_per_split * (config.block_p + config.block_q))
     products = mode.operating(2 * rounds * config.slices_per_split * config.block_p * config.block_q)
     is_uneven = bool(mode.p % config.block_p or mode.q % config.block_q)
     return problem.moves(config.block_s, run_of(1, mode.after, config.block_s), config.splits) | {
-        "operations": products,
         "scattered_operations": products if mode.is_scattered else 0.0,
         "uneven_operations": products if is_uneven else 0.0,
         "tiles": moved,

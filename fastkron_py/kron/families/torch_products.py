@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from fastkron_py.kron.plan.steps import Launch, Step
-from fastkron_py.kron.problem import MICROSECOND, WORD, HostWork, LaunchProblem, Mode, Offer, Problem, Segment, ceil, filled
-from fastkron_py.kron.rates import figure, priced
+from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step
+from fastkron_py.kron.problem import MICROSECOND, WORD, HostWork, LaunchProblem, Memory, Mode, Offer, Problem, Segment, ceil, filled
+from fastkron_py.kron.rates import figures, priced
+from fastkron_py.runtime.gpu import VECTOR_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -24,17 +26,25 @@ order: Final = 20
 gradient_order: Final = 40
 moves_to_front: Final = False
 
-_TILE: Final = {2: 128, 4: 64, 8: 32}  # rows and columns of tiles of torch's products, by bytes of an element
-_SMALL: Final = 64  # widths that copies pad by less,
-_HALF_UNITS: Final = (8, 16)  # to multiples of the first number in half types, and of the second one beyond,
-_BYTES: Final = 16  # that wider rows of other types are multiples of
-_ALIGNED: Final = 8  # elements of half types that rows are multiples of where torch's products are fast
-_SHORT: Final = 8  # rows of the last mode that torch multiplies slowly
-_FEW: Final = 16
-_TERM: Final = 1e-8  # seconds
-_MOST_TERMS: Final = 800  # of one product, whose sum torch splits beyond them
-_SPLITS: Final = 8
-_GEMM_TILE: Final = 128  # rows and columns of tiles of linear layers' main loop
+_SMALL: Final = 64  # widths that copies pad by less
+
+
+class Figures(NamedTuple):
+    """Of torch's products."""
+
+    tile: Mapping[int, int]  # rows and columns of their tiles, by bytes of an element
+    short: int  # rows of the last mode that they take long for
+    few: int  # elements after a mode, of which copies take long
+    term: float  # seconds of a term of a sum
+    most_terms: int  # of one product, whose sum is split beyond them
+    splits: int  # times that sums of few tiles are split
+    gemm: float  # share of the tensor cores' rate that the main loop of linear layers reaches
+    gemm_traffic: float  # times the memory's time that it takes at least
+    gemm_tile: int  # rows and columns of its tiles
+
+
+def _figures(mode: Mode) -> Figures:
+    return figures(Figures, name, mode.gpu)
 
 
 def _rate(mode: Mode) -> float:
@@ -47,57 +57,75 @@ def _tiled(mode: Mode, count: int, height: int, width: int, depth: int) -> float
 
     All tiles take whole rounds of the multiprocessors. Of few tiles of one product, sums are split.
     """
-    side = _TILE[mode.itemsize]
+    of = _figures(mode)
+    side = of.tile[mode.itemsize]
     tiles = count * ceil(height, side) * ceil(width, side)
-    rounds = ceil(tiles, mode.at_once) * (1.0 if count > 1 else min(1.0, _SPLITS * tiles / mode.at_once))
+    rounds = ceil(tiles, mode.at_once) * (1.0 if count > 1 else min(1.0, of.splits * tiles / mode.at_once))
     return 2 * rounds * mode.at_once * side**2 * depth / _rate(mode)
 
 
-def _terms(terms: int) -> float:
+def _terms(mode: Mode, terms: int) -> float:
     """The time that a product's sums take, however few tiles it has."""
-    return _TERM * min(terms, _MOST_TERMS)
+    return _figures(mode).term * min(terms, _figures(mode).most_terms)
+
+
+def _rounds(mode: Mode, count: int, height: int) -> float:
+    """Rounds of the multiprocessors that the tiles of many products take, in seconds; 0 of one."""
+    side = _figures(mode).tile[WORD]
+    return ceil(count * ceil(height, side) * ceil(mode.q, side), mode.at_once) * MICROSECOND if count > 1 else 0.0
+
+
+def _is_aligned(mode: Mode) -> bool:
+    """Whether rows of both operands begin on 16 bytes."""
+    unit = VECTOR_BYTES // mode.itemsize
+    return (mode.p % unit == mode.q % unit == 0) if mode.after == 1 else mode.after % unit == 0
+
+
+def _in_place_quantities(mode: Mode, least: int) -> dict[str, float]:
+    """Those of a product and of a gradient in place, where the shorter one of the rows that torch may take long for has this length."""
+    moved, is_short = mode.traffic(), mode.after == 1 and least <= _figures(mode).short
+    return {
+        "start": MICROSECOND,
+        "bytes": moved,
+        "streamed": mode.streamed,
+        "unaligned_bytes": 0.0 if _is_aligned(mode) else moved,
+        "short_rows": moved * WORD / mode.itemsize if is_short else 0.0,
+        "operations": mode.operations / _rate(mode),
+    }
 
 
 def matmul_quantities(mode: Mode) -> dict[str, float]:
     """Those of a product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
     count, height = (mode.batches, mode.slices) if mode.after == 1 else (mode.batches * mode.runs, mode.after)
-    unit, is_many = _BYTES // mode.itemsize, count > 1
-    is_aligned = (mode.p % unit == mode.q % unit == 0) if mode.after == 1 else mode.after % unit == 0
+    of, rounds = _figures(mode), _rounds(mode, count, height)
     is_odd = mode.itemsize == 2 and bool((mode.p % 2 or mode.q % 2) if mode.after == 1 else mode.after % 2)
-    moved, tiles, terms = mode.traffic(), _tiled(mode, count, height, mode.q, mode.p), 0.0 if is_many else _terms(mode.p)
-    rounds = ceil(count * ceil(height, _TILE[WORD]) * ceil(mode.q, _TILE[WORD]), mode.at_once) * MICROSECOND if is_many else 0.0
-    return {
-        "start": MICROSECOND,
-        "bytes": moved,
-        "streamed": mode.streamed,
-        "unaligned_bytes": 0.0 if is_aligned else moved,
-        "short_rows": moved * WORD / mode.itemsize if mode.after == 1 and mode.p <= _SHORT else 0.0,
-        "operations": mode.operations / _rate(mode),
+    tiles, terms = _tiled(mode, count, height, mode.q, mode.p), 0.0 if count > 1 else _terms(mode, mode.p)
+    return _in_place_quantities(mode, mode.p) | {
         "tiles": tiles,
         "odd_tiles": tiles if is_odd else 0.0,
         "terms": terms,
-        "unaligned_terms": 0.0 if is_aligned else terms,
+        "unaligned_terms": 0.0 if _is_aligned(mode) else terms,
         "rounds": rounds,
-        "partial_rounds": rounds * mode.p / _MOST_TERMS if height % _TILE[2] else 0.0,
+        "partial_rounds": rounds * mode.p / of.most_terms if height % of.tile[2] else 0.0,
     }
 
 
 def takes_copies(mode: Mode) -> bool:
     """Whether copies may be worth their time: one product of all slices for many, or rows that begin on 16 bytes."""
-    return mode.after > 1 or (mode.itemsize == 2 and (mode.p % _ALIGNED != 0 or mode.q % _ALIGNED != 0))
+    return mode.after > 1 or (mode.itemsize == 2 and (mode.p % HALF_VECTOR != 0 or mode.q % HALF_VECTOR != 0))
 
 
 def copied_width(width: int, itemsize: int) -> int:
     """Rows or columns of a copy, with those that are added: cuBLAS asks for 16 bytes of half types, copies are fast with 32."""
     is_wide = width > _SMALL
-    unit = _HALF_UNITS[is_wide] if itemsize == 2 else _BYTES // itemsize if is_wide else 1
+    unit = HALF_VECTOR * (1 + is_wide) if itemsize == 2 else VECTOR_BYTES // itemsize if is_wide else 1
     return ceil(width, unit) * unit
 
 
 def _aligned(mode: Mode) -> Mode:
     """The multiply of copies, with the mode last."""
     p, q = (copied_width(width, mode.itemsize) for width in (mode.p, mode.q))
-    return mode._replace(runs=mode.slices, after=1, p=p, q=q, adds=False)
+    return replace(mode, runs=mode.slices, after=1, p=p, q=q, adds=False)
 
 
 def copying_quantities(mode: Mode) -> dict[str, float]:
@@ -110,11 +138,11 @@ def copying_quantities(mode: Mode) -> dict[str, float]:
         "start": MICROSECOND,
         "streamed": mode.streamed,
         "elements": elements,
-        "few_after": elements if 1 < mode.after < _FEW else 0.0,
-        "short_rows": mode.batches * mode.slices * WORD * _FEW / mode.gpu.bandwidth,
+        "few_after": elements if 1 < mode.after < _figures(mode).few else 0.0,
+        "short_rows": mode.batches * mode.slices * WORD * _figures(mode).few / mode.gpu.bandwidth,
         "operations": aligned.operations / _rate(mode),
         "tiles": _tiled(aligned, aligned.batches, aligned.slices, aligned.q, aligned.p),
-        "terms": _terms(aligned.p),
+        "terms": _terms(mode, aligned.p),
     }
 
 
@@ -124,24 +152,15 @@ def matmul_gradient_quantities(mode: Mode) -> dict[str, float]:
     The least that it takes is also what its operations take at the full rate.
     """
     count, depth = (mode.batches, mode.slices) if mode.after == 1 or mode.runs == 1 else (mode.batches * mode.runs, mode.after)
-    unit, is_many, is_summed = _BYTES // mode.itemsize, count > 1, count > mode.batches
-    is_aligned = (mode.p % unit == mode.q % unit == 0) if mode.after == 1 else mode.after % unit == 0
-    tiles, terms, moved = _tiled(mode, count, mode.p, mode.q, depth), 0.0 if is_many else _terms(depth), mode.traffic()
-    return {
-        "start": MICROSECOND,
-        "bytes": moved,
+    is_summed = count > mode.batches
+    return _in_place_quantities(mode, min(mode.p, mode.q)) | {
         "streamed": max(mode.streamed, mode.operations / _rate(mode)),
-        "in_place": moved if mode.after > 1 else 0.0,
-        "unaligned_bytes": 0.0 if is_aligned else moved,
-        "short_rows": moved * WORD / mode.itemsize if mode.after == 1 and min(mode.p, mode.q) <= _SHORT else 0.0,
-        "operations": mode.operations / _rate(mode),
-        "tiles": tiles,
-        "unaligned_tiles": 0.0 if is_aligned else tiles,
-        "terms": terms,
-        "depth": _TERM * depth,
+        "in_place": mode.traffic() if mode.after > 1 else 0.0,
+        "tiles": _tiled(mode, count, mode.p, mode.q, depth),
+        "terms": 0.0 if count > 1 else _terms(mode, depth),
         "sums": mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / mode.gpu.bandwidth if is_summed else 0.0,
         "summed": MICROSECOND if is_summed else 0.0,
-        "rounds": ceil(count * ceil(mode.p, _TILE[WORD]) * ceil(mode.q, _TILE[WORD]), mode.at_once) * MICROSECOND if is_many else 0.0,
+        "rounds": _rounds(mode, count, mode.p),
     }
 
 
@@ -151,8 +170,7 @@ def copying_gradient_quantities(mode: Mode) -> dict[str, float]:
     return copies | {
         "streamed": max(mode.streamed, aligned.operations / _rate(mode)),
         "tiles": _tiled(aligned, aligned.batches, aligned.p, aligned.q, aligned.slices),
-        "terms": _terms(aligned.slices),
-        "depth": _TERM * aligned.slices,
+        "terms": _terms(mode, aligned.slices),
     }
 
 
@@ -164,10 +182,11 @@ def takes_gemm(mode: Mode) -> bool:
 
 def gemm_seconds(mode: Mode) -> float:
     """Seconds of the main loop of linear layers, which adds z as it stores the result."""
-    tiles = ceil(mode.slices, _GEMM_TILE) * ceil(mode.q, _GEMM_TILE)
+    of = _figures(mode)
+    tiles = ceil(mode.slices, of.gemm_tile) * ceil(mode.q, of.gemm_tile)
     waves = ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles
-    work = waves * mode.operations / filled(mode.q, _GEMM_TILE) / (figure(name, mode.gpu, "gemm") * mode.gpu.rate(mode.itemsize))
-    return max(work, mode.traffic(figure(name, mode.gpu, "gemm_traffic")) + mode.result_seconds(1)) + mode.wait
+    work = waves * mode.operations / filled(mode.q, of.gemm_tile) / (of.gemm * mode.gpu.rate(mode.itemsize))
+    return max(work, mode.traffic(of.gemm_traffic) + mode.result_seconds(1)) + figures(Memory, "memory", mode.gpu).wait
 
 
 def multiply_times(mode: Mode) -> dict[str, float]:
@@ -205,7 +224,7 @@ def offers(segment: Segment) -> list[Offer] | str:
     makes_memory = problem.itemsize == WORD or segment.mode.adds  # else torch does, in the call of its product
     work = {"matmul": HostWork(0, 1, int(makes_memory)), "copying": HostWork(3, 1, 3), "gemm": HostWork(1, 0, 1)}
     may_add = problem.epilogue is None or problem.epilogue.scales_by is None
-    times = multiply_times(segment.mode if may_add else segment.mode._replace(adds=False))
+    times = multiply_times(segment.mode if may_add else replace(segment.mode, adds=False))
     return [Offer(seconds, Launch(steps, name, algorithm), work[algorithm]) for algorithm, seconds in times.items()]
 
 
@@ -224,7 +243,7 @@ def add(
     from fastkron_py.kron.matmul_step import add_gemm_step, add_products
 
     may_add = z is not None and problem.epilogue.scales_by is None
-    found = problem.launch.config or multiply_algorithm(problem.mode._replace(adds=may_add))
+    found = problem.launch.config or multiply_algorithm(replace(problem.mode, adds=may_add))
     if found == "gemm" and may_add:
         return add_gemm_step(build, problem, x, factors, z, y, scale)
     return add_products(build, problem, x, factors, z, y, scale, "matmul" if found == "gemm" else found)
@@ -239,7 +258,7 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     quantities = {"matmul": matmul_gradient_quantities(problem.mode)}
     if takes_copies(problem.mode):
         quantities["copying"] = copying_gradient_quantities(problem.mode)
-    return [GradientOffer(f"{name}_gradients", made, problem, partial(gradient_launch, name)) for name, made in quantities.items()]
+    return [GradientOffer(name, f"{of}_gradients", made, problem, partial(gradient_launch, of)) for of, made in quantities.items()]
 
 
 def gradient_launch(algorithm: str) -> GradientLaunch:

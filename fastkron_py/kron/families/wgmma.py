@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.families import tile
 from fastkron_py.kron.plan.steps import Launch, Step, run_of
-from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
-from fastkron_py.kron.rates import figure, priced
+from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, WORD, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.rates import figures, priced
+from fastkron_py.runtime.gpu import VECTOR_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -29,17 +30,31 @@ _GROUP: Final = 8  # rows of tiles that are in flight together
 # Of a thread that holds sums, and of those that bring the left and the right operand, or copy the left one.
 _REGISTERS: Final = (160, 96, 96)
 _REGISTERS_COPYING: Final = (184, 40, 104)
-_VECTOR: Final = 16  # bytes that a thread loads at once
 # Steps between two additions to the float32 sum: tensor cores, which cut sums off, may add up 64 terms by themselves.
 _FLUSH: Final = 2
 _UNUSED: Final = (0, 0, 0, 0, 0)
 
-LEAST: Final = 64  # a factor is wider
+LEAST: Final = tile.CHAIN_WIDTH  # a factor is wider
 BLOCK_M: Final = 128  # rows of two warpgroups
 _BLOCKS_N: Final = (128, 64, 32)
-_RING: Final = 196_608  # bytes of operands in shared memory
 _MOST_STAGES: Final = 6
-_MOST_SPLITS: Final = 132
+_RING: Final = _MOST_STAGES * (BLOCK_M + _BLOCKS_N[0]) * BLOCK_K * WORD  # bytes of operands in shared memory
+
+
+class Figures(NamedTuple):
+    """Of tiles' seconds, by which they are chosen."""
+
+    share: Mapping[int, float]  # of the tensor cores' rate, by bytes of an element
+    block: Mapping[int, float]  # times that, by columns of a tile
+    step: float  # seconds that a step takes at least
+    unaligned: float  # times a step's time, of rows that do not begin on 16 bytes
+    copied: float  # the same of a left operand that is copied as it lies
+    few: float  # of short runs of slices
+    scattered: float  # of slices that are no runs, in a gradient
+
+
+def _figures(mode: Mode) -> Figures:
+    return figures(Figures, name, mode.gpu)
 
 
 class WideConfig(NamedTuple):
@@ -54,15 +69,15 @@ class WideConfig(NamedTuple):
 
 def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, slowdown: float) -> WideConfig:
     """The tiles of ``[height, depth] @ [depth, width]``. Narrow ones load both operands for fewer products."""
-    of = partial(figure, name, mode.gpu)
-    rate = mode.gpu.rate(mode.itemsize) / mode.passes * of("share", mode.itemsize) / mode.gpu.multiprocessors
+    of = _figures(mode)
+    rate = mode.gpu.rate(mode.itemsize) / mode.passes * of.share[mode.itemsize] / mode.gpu.multiprocessors
     found = []
     for block_n in _BLOCKS_N:
         if block_n > _BLOCKS_N[-1] and width <= block_n // 2:
             continue
         tiles = ceil(height, BLOCK_M) * ceil(width, block_n) * mode.batches
         all_steps = ceil(depth, BLOCK_K)
-        step = slowdown * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * of("block", block_n)), of("step"))
+        step = slowdown * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * of.block[block_n]), of.step)
         stored = BLOCK_M * block_n * 4 * mode.gpu.multiprocessors / mode.gpu.bandwidth
         counts = {1, *[min(ceil(mode.gpu.multiprocessors * k, tiles), most_splits, all_steps) for k in (1, 2, 3, 4)]}
         for wanted in counts:
@@ -89,20 +104,21 @@ def multiply_config(mode: Mode) -> WideConfig:
 
     Its steps depend on how x is loaded: as it lies, in rows that do not begin on 16 bytes, or in short runs of slices.
     """
-    of, slowdown, run = partial(figure, name, mode.gpu), 1.0, mode.p if mode.after == 1 else mode.after
+    of, slowdown, run = _figures(mode), 1.0, mode.p if mode.after == 1 else mode.after
     if mode.passes == 3 and run % 4 == 0:
-        slowdown = of("copied")
+        slowdown = of.copied
     elif mode.itemsize == 4 and mode.after == 1 and mode.p % 4:
-        slowdown = of("unaligned")
+        slowdown = of.unaligned
     elif 1 < mode.after < BLOCK_K:
-        slowdown = of("few")
+        slowdown = of.few
     return _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)
 
 
 @lru_cache(maxsize=1024)
 def gradient_config(mode: Mode) -> WideConfig:
     """The tiles and splits of a factor's gradient by the kernel for Hopper."""
-    return _wgmma(mode, mode.p, mode.q, mode.slices, _MOST_SPLITS, figure(name, mode.gpu, "scattered") if mode.is_scattered else 1.0)
+    slowdown = _figures(mode).scattered if mode.is_scattered else 1.0
+    return _wgmma(mode, mode.p, mode.q, mode.slices, mode.gpu.multiprocessors, slowdown)
 
 
 def kernel() -> Any:
@@ -136,7 +152,7 @@ def seconds(mode: Mode) -> float:
 
 def quantities(mode: Mode) -> dict[str, float]:
     """Those of a multiply: of its tiles, and of their steps."""
-    config, depth, vector = multiply_config(mode), ceil(mode.p, BLOCK_K), _VECTOR // mode.itemsize
+    config, depth, vector = multiply_config(mode), ceil(mode.p, BLOCK_K), VECTOR_BYTES // mode.itemsize
     turns, rounds = mode.rounds(config.items, 1)
     loaded = math.gcd(mode.p if mode.after == 1 else mode.after, vector)
     return mode.moves(BLOCK_M, run_of(1, mode.after, BLOCK_M)) | {
@@ -202,7 +218,7 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
         return SINGLE
     if not takes(problem.dtype, problem.gpu) or kernel() is None:
         return "takes a Hopper GPU, and float32 or half precision"
-    return [GradientOffer("wgmma_gradients", gradient_quantities(problem), problem, partial(gradient_launch, problem))]
+    return [GradientOffer(name, "wgmma_gradients", gradient_quantities(problem), problem, partial(gradient_launch, problem))]
 
 
 def gradient_quantities(problem: GroupProblem) -> dict[str, float]:
@@ -210,14 +226,12 @@ def gradient_quantities(problem: GroupProblem) -> dict[str, float]:
     mode = problem.mode
     config = gradient_config(mode)
     turns, rounds = mode.rounds(config.items, 1)
-    depth = rounds * config.steps * BLOCK_K
-    products = mode.operating(2 * depth * BLOCK_M * config.block_n)
+    products = mode.operating(2 * rounds * config.steps * BLOCK_K * BLOCK_M * config.block_n)
     return problem.moves(BLOCK_K, run_of(1, mode.after, BLOCK_K), config.splits) | {
         "rounds": turns * MICROSECOND,
         "steps": turns * config.steps * MICROSECOND,
         "scattered_steps": turns * config.steps * MICROSECOND if mode.is_scattered else 0.0,
         "operations": products,
-        "tiles": mode.moving(depth * (BLOCK_M + config.block_n)),
     }
 
 
@@ -268,12 +282,12 @@ def _in_use(mode: Mode, strides: Sequence[int], slices: Mapping[str, Any]) -> tu
 
 def _vector(along: int, others: Sequence[int], itemsize: int) -> int:
     """Neighbours that are one run at a multiple of their number, where they and all else have these strides."""
-    return math.gcd(_VECTOR // itemsize, *others) if along == 1 else 1
+    return math.gcd(VECTOR_BYTES // itemsize, *others) if along == 1 else 1
 
 
 def _may_copy(mode: Mode, run: int) -> bool:
     """Whether the left operand may be copied as it lies: in three passes, where neighbours are runs of 16 bytes."""
-    return mode.passes == 3 and run * mode.itemsize == _VECTOR
+    return mode.passes == 3 and run * mode.itemsize == VECTOR_BYTES
 
 
 def _launch(

@@ -10,98 +10,73 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from fastkron_py.kron.hopper.multiply import _factor_halves, _low_half, _staging
-from fastkron_py.kron.hopper.tile import _slice_base, in_order, twos
+from fastkron_py.kron.hopper.multiply import low_half, staged, staging
+from fastkron_py.kron.hopper.tile import count, item, linear_layout, reordered, slice_base, spread
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32, scalar
 from fastkron_py.tiling.hopper import barrier, begin_copy
 from fastkron_py.tiling.products import high_half, rounded
 
 
 @gluon.constexpr_function
-def _linear(layout, shape):
-    registers, lanes, warps = ([list(b) for b in part] for part in layout[:3])
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], list(shape))
-
-
-@gluon.constexpr_function
-def _shape(dims):
-    return list(dims)
-
-
-@gluon.constexpr_function
-def _item(values, i):
-    return values[i]
-
-
-@gluon.constexpr_function
-def _rank3(warps):
+def sum_layout(warps):
+    """The layout of sums ``[parts, P, Q]`` of warps over parts, rows and columns."""
     return gl.NVMMADistributedLayout([2, 0], list(warps), [1, 16, 8])
 
 
-@gluon.constexpr_function
-def _count(values):
-    return len(values)
-
-
 @gluon.jit
-def _spread(i, BITS: gl.constexpr):
-    """The index in which bit n of i stands at BITS[n]."""
-    found = i * 0
-    for n in gl.static_range(_count(BITS)):
-        found += ((i >> n) & 1) << _item(BITS, n)
-    return found
-
-
-@gluon.jit
-def _places(ROWS: gl.constexpr, TILE_BITS: gl.constexpr, OF_SLICE: gl.constexpr, LAYOUT: gl.constexpr):
+def places(ROWS: gl.constexpr, TILE_BITS: gl.constexpr, OF_SLICE: gl.constexpr, LAYOUT: gl.constexpr):
     """Slice, or mode, of every element of a tile in shared memory ``[ROWS, 32]``: separate terms of rows and of columns."""
     r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     c = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
     of_r = r * 0
     of_c = c * 0
-    for n in gl.static_range(_count(TILE_BITS)):
-        if (_item(_item(TILE_BITS, n), 0) == -1) == OF_SLICE:
+    for n in gl.static_range(count(TILE_BITS)):
+        if (item(item(TILE_BITS, n), 0) == -1) == OF_SLICE:
             if n < 5:
-                of_c += ((c >> n) & 1) << _item(_item(TILE_BITS, n), 1)
+                of_c += ((c >> n) & 1) << item(item(TILE_BITS, n), 1)
             else:
-                of_r += ((r >> (n - 5)) & 1) << _item(_item(TILE_BITS, n), 1)
+                of_r += ((r >> (n - 5)) & 1) << item(item(TILE_BITS, n), 1)
     return of_r[:, None] + of_c[None, :]
 
 
+# OPTIONS of tiles: BLOCK_S, WARPS, HEAD and TAIL.
+
+
+@gluon.constexpr_function
+def by_fours(warps):
+    """Four neighbours a thread."""
+    return gl.BlockedLayout([1, 4], [4, 8], [warps, 1], [1, 0])
+
+
 @gluon.jit
-def _start_copy(
-    shared,
-    ptr,
-    strides,
-    batch,
-    first,
-    before,
-    after,
-    TILE_BITS: gl.constexpr,
-    STRIDES: gl.constexpr,
-    BLOCK_S: gl.constexpr,
-    WARPS: gl.constexpr,
-    HEAD: gl.constexpr,
-    TAIL: gl.constexpr,
-):
-    """Begin to copy the tile of slices from first on."""
-    ROWS: gl.constexpr = shared.shape[0]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
-    i = _places(ROWS, TILE_BITS, True, LAYOUT)
-    p = _places(ROWS, TILE_BITS, False, LAYOUT)
-    base, offsets = _slice_base(first, i, strides, batch, before, after, BLOCK_S, STRIDES[0], HEAD, TAIL, BLOCK_S)
+def tile_pointers(ROWS: gl.constexpr, ptr, strides, place, TILE_BITS: gl.constexpr, STRIDES: gl.constexpr, OPTIONS: gl.constexpr):
+    """Where the elements of a tile in shared memory ``[ROWS, 32]`` are in memory."""
+    LAYOUT: gl.constexpr = by_fours(OPTIONS[1])
+    i = places(ROWS, TILE_BITS, True, LAYOUT)
+    p = places(ROWS, TILE_BITS, False, LAYOUT)
+    base, offsets = slice_base(i, strides, place, OPTIONS[0], STRIDES[0], OPTIONS[2], OPTIONS[3], OPTIONS[0])
     offsets += p * STRIDES[1]
     # Four neighbours are consecutive, which the compiler cannot see in a sum of bits.
-    offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
-    begin_copy(shared, ptr + base + offsets)
+    return ptr + base + gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
 
 
 @gluon.jit
-def _load_operand(shared, PLACES: gl.constexpr, OPERAND: gl.constexpr):
+def start_copies(
+    us, gs, stage, u, g, at, batch, around, TILES: gl.constexpr, STRIDES: gl.constexpr, NEED_U: gl.constexpr, OPTIONS: gl.constexpr
+):
+    """Begin to copy tile number at of u, if that is needed, and of g; each is (pointer, strides)."""
+    place = (batch, at.to(gl.int64) * OPTIONS[0], 0, around[0], around[1])
+    if NEED_U:
+        shared = us.index(stage)
+        begin_copy(shared, tile_pointers(shared.shape[0], u[0], u[1], place, item(TILES, 0), item(STRIDES, 0), OPTIONS))
+    shared = gs.index(stage)
+    begin_copy(shared, tile_pointers(shared.shape[0], g[0], g[1], place, item(TILES, 1), item(STRIDES, 1), OPTIONS))
+
+
+@gluon.jit
+def load_operand(shared, PLACES: gl.constexpr, OPERAND: gl.constexpr):
     """An operand in registers, from where its elements lie in shared memory."""
-    ORDER: gl.constexpr = _item(PLACES, 3)
-    t = shared.load(_linear(PLACES, shared.shape))
-    t = gl.reshape(in_order(gl.reshape(t, twos(ORDER)), ORDER), _shape(_item(PLACES, 4)))
+    t = reordered(shared.load(linear_layout(PLACES, shared.shape)), item(PLACES, 3), item(PLACES, 4))
     return gl.convert_layout(t, OPERAND, assert_trivial=True)
 
 
@@ -112,7 +87,7 @@ def _low_of_either(x):
 
 
 @gluon.jit
-def _add_product(u, g, acc, THREE: gl.constexpr):
+def add_product(u, g, acc, THREE: gl.constexpr):
     """Add a product of two operands that are no factors."""
     if THREE:
         acc = mma_v2(_low_of_either(u), g, acc, input_precision="tf32")
@@ -136,18 +111,12 @@ def _stage_transposed(
     WARPS: gl.constexpr,
     THREE: gl.constexpr,
 ):
-    """The factor in shared memory for ``g F^T``, its rows and columns in the product's order: both halves, or the same twice."""
-    LAYOUT: gl.constexpr = _staging(WARPS, True)
-    p = _spread(gl.arange(0, P, gl.SliceLayout(1, LAYOUT)), ROWS)[:, None]
-    q = _spread(gl.arange(0, Q, gl.SliceLayout(0, LAYOUT)), COLUMNS)[None, :]
-    f = factor_tile(ptrs, strides, batch, p, q, SHAPES, 0, _count(SHAPES), gl.float32)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([P, Q], gl.float32)
-    if THREE:
-        high, low = _factor_halves(f, Q)
-        return gl.allocate_shared_memory(gl.float32, [P, Q], SHARED, high), gl.allocate_shared_memory(gl.float32, [P, Q], SHARED, low)
-    else:
-        shared = gl.allocate_shared_memory(gl.float32, [P, Q], SHARED, round_to_tf32(f))
-        return shared, shared
+    """The factor in shared memory for ``g F^T``, its rows and columns in the product's order."""
+    LAYOUT: gl.constexpr = staging(WARPS, True)
+    p = spread(gl.arange(0, P, gl.SliceLayout(1, LAYOUT)), ROWS)[:, None]
+    q = spread(gl.arange(0, Q, gl.SliceLayout(0, LAYOUT)), COLUMNS)[None, :]
+    f = factor_tile(ptrs, strides, batch, p, q, SHAPES, 0, count(SHAPES), gl.float32)
+    return staged(f, gl.NVMMASharedLayout.get_default_for([P, Q], gl.float32), Q, THREE)
 
 
 @gluon.jit(do_not_specialize=["alpha", "num_tiles", "programs"], do_not_specialize_on_alignment=["before"])
@@ -197,26 +166,24 @@ def _chained_step_bwd_kernel(
     G_ROWS: gl.constexpr = BLOCK_S * NEIGHBOURS * Q // 32
     CHUNKS: gl.constexpr = BLOCK_S // CHUNK
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    SUM: gl.constexpr = _rank3(WARPS)
-    U_STRIDES: gl.constexpr = _item(STRIDES, 0)
-    G_STRIDES: gl.constexpr = _item(STRIDES, 1)
-    X_STRIDES: gl.constexpr = _item(STRIDES, 2)
+    SUM: gl.constexpr = sum_layout(WARPS)
+    TILES: gl.constexpr = (U_TILE, G_TILE)
+    X_STRIDES: gl.constexpr = item(STRIDES, 2)
+    OPTIONS: gl.constexpr = (BLOCK_S, NUM_WARPS, HEAD, TAIL)
+    u = (u_ptr, u_strides)
+    g = (g_ptr, g_strides)
+    around = (before, after)
     batch = (gl.program_id(0) // programs).to(gl.int64)
     us = gl.allocate_shared_memory(gl.float32, [STAGES, U_ROWS, 32], SHARED)
     gs = gl.allocate_shared_memory(gl.float32, [STAGES, G_ROWS, 32], SHARED)
     tile = gl.program_id(0) % programs
     for stage in gl.static_range(STAGES - 1):
         if tile + stage * programs < num_tiles:
-            first = (tile + stage * programs).to(gl.int64) * BLOCK_S
-            if NEED_F:
-                _start_copy(
-                    us.index(stage), u_ptr, u_strides, batch, first, before, after, U_TILE, U_STRIDES, BLOCK_S, NUM_WARPS, HEAD, TAIL
-                )
-            _start_copy(gs.index(stage), g_ptr, g_strides, batch, first, before, after, G_TILE, G_STRIDES, BLOCK_S, NUM_WARPS, HEAD, TAIL)
+            start_copies(us, gs, stage, u, g, tile + stage * programs, batch, around, TILES, STRIDES, NEED_F, OPTIONS)
         async_copy.commit_group()
     if NEED_X:
-        P_ORDER: gl.constexpr = _item(BACK, 2)
-        Q_ORDER: gl.constexpr = _item(BACK, 1)
+        P_ORDER: gl.constexpr = item(BACK, 2)
+        Q_ORDER: gl.constexpr = item(BACK, 1)
         high, low = _stage_transposed(factor_ptrs, factor_strides, batch, SHAPES, P, Q, P_ORDER, Q_ORDER, NUM_WARPS, THREE)
         fence_async_shared()
     total = gl.zeros([PARTS, SUMMED * P, SUMMED * Q], gl.float32, SUM)
@@ -228,23 +195,17 @@ def _chained_step_bwd_kernel(
         if ahead < num_tiles:
             free = stage + (STAGES - 1)
             free = gl.where(free >= STAGES, free - STAGES, free)
-            first = ahead.to(gl.int64) * BLOCK_S
-            if NEED_F:
-                _start_copy(
-                    us.index(free), u_ptr, u_strides, batch, first, before, after, U_TILE, U_STRIDES, BLOCK_S, NUM_WARPS, HEAD, TAIL
-                )
-            _start_copy(gs.index(free), g_ptr, g_strides, batch, first, before, after, G_TILE, G_STRIDES, BLOCK_S, NUM_WARPS, HEAD, TAIL)
+            start_copies(us, gs, free, u, g, ahead, batch, around, TILES, STRIDES, NEED_F, OPTIONS)
         async_copy.commit_group()
         g_tile = gs.index(stage)
         if NEED_X:
             ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, P, 8])
-            G_BACK: gl.constexpr = _item(BACK, 0)
-            OUT: gl.constexpr = _item(BACK, 3)
-            STORE: gl.constexpr = _item(BACK, 4)
-            t = _load_operand(g_tile, G_BACK, gl.DotOperandLayout(0, ACC, 1))
+            G_BACK: gl.constexpr = item(BACK, 0)
+            STORE: gl.constexpr = item(BACK, 4)
+            t = load_operand(g_tile, G_BACK, gl.DotOperandLayout(0, ACC, 1))
             acc = gl.zeros([BLOCK_S * NEIGHBOURS, P], gl.float32, ACC)
             if THREE:
-                acc = warpgroup_mma(_low_half(t), high.permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma(low_half(t), high.permute((1, 0)), acc, is_async=True)
                 acc = warpgroup_mma(t, low.permute((1, 0)), acc, is_async=True)
             else:
                 t = round_to_tf32(t)
@@ -252,13 +213,12 @@ def _chained_step_bwd_kernel(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             if SCALE:
                 acc *= scalar(alpha, gl.float32)
-            LAYOUT: gl.constexpr = _linear(STORE, _item(STORE, 3))
-            acc = gl.reshape(in_order(gl.reshape(acc, twos(OUT)), OUT), [BLOCK_S, NEIGHBOURS * P])
-            acc = gl.convert_layout(acc, LAYOUT, assert_trivial=True)
+            LAYOUT: gl.constexpr = linear_layout(STORE, item(STORE, 3))
+            acc = gl.convert_layout(reordered(acc, item(BACK, 3), (BLOCK_S, NEIGHBOURS * P)), LAYOUT, assert_trivial=True)
             i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
             p = gl.arange(0, NEIGHBOURS * P, gl.SliceLayout(0, LAYOUT))
-            first = (now + batch * 0) * BLOCK_S
-            base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, BLOCK_S)
+            place = (batch, (now + batch * 0) * BLOCK_S, 0, before, after)
+            base, offsets = slice_base(i, dx_strides, place, BLOCK_S, X_STRIDES[0], HEAD, TAIL, BLOCK_S)
             gl.store(dx_ptr + base + (offsets[:, None] + p[None, :] * X_STRIDES[1]), acc)
         if NEED_F:
             u_tile = us.index(stage)
@@ -266,17 +226,17 @@ def _chained_step_bwd_kernel(
             for chunk in gl.static_range(CHUNKS):
                 u_chunk = u_tile.slice(chunk * (U_ROWS // CHUNKS), U_ROWS // CHUNKS)
                 g_chunk = g_tile.slice(chunk * (G_ROWS // CHUNKS), G_ROWS // CHUNKS)
-                u = _load_operand(u_chunk, LEFT, gl.DotOperandLayout(0, SUM, 1))
-                g = _load_operand(g_chunk, RIGHT, gl.DotOperandLayout(1, SUM, 1))
-                part = _add_product(u, g, part, THREE)
+                left = load_operand(u_chunk, LEFT, gl.DotOperandLayout(0, SUM, 1))
+                right = load_operand(g_chunk, RIGHT, gl.DotOperandLayout(1, SUM, 1))
+                part = add_product(left, right, part, THREE)
             # Rounded, where a tensor core's own sum would be cut off, tile after tile.
             total += part
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
     if NEED_F:
         barrier()  # the sum may pass through shared memory that other warps still multiply with
         found = gl.sum(total, 0)
-        rows = _spread(gl.arange(0, SUMMED * P, gl.SliceLayout(1, gl.SliceLayout(0, SUM))), SUM_ROWS)[:, None]
-        columns = _spread(gl.arange(0, SUMMED * Q, gl.SliceLayout(0, gl.SliceLayout(0, SUM))), SUM_COLUMNS)[None, :]
+        rows = spread(gl.arange(0, SUMMED * P, gl.SliceLayout(1, gl.SliceLayout(0, SUM))), SUM_ROWS)[:, None]
+        columns = spread(gl.arange(0, SUMMED * Q, gl.SliceLayout(0, gl.SliceLayout(0, SUM))), SUM_COLUMNS)[None, :]
         at = gl.program_id(0).to(gl.int64) * (SUMMED * P * Q)
         if SUMMED == 1:
             gl.store(partial_ptrs[1] + at + (rows * Q + columns), found)

@@ -13,8 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import builtin
 
-from fastkron_py.kron.bits import digits_of
-from fastkron_py.kron.hopper.tile import fetch_tile, fetched_tile, in_order, load_tile, make_tile, store_tile, tile_buffer, twos
+from fastkron_py.kron.hopper.tile import fetch_tile, fetched_tile, load_tile, make_tile, reordered, spread, store_tile, tile_buffer
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32
 from fastkron_py.tiling.hopper import barrier
 from fastkron_py.tiling.products import high_half, rounded
@@ -29,22 +28,14 @@ def _field(steps, i, name):
 
 
 @gluon.constexpr_function
-def _column(steps, i, digit):
-    return steps[i][8][digit]
-
-
-_digits_of = gluon.constexpr_function(digits_of)
-
-
-@gluon.constexpr_function
 def _accumulator(q_pad, warps, warpgroup):
     """The same places of rows and columns either way."""
     return gl.NVMMADistributedLayout([3 if warpgroup else 2, 0], [warps, 1], [16, q_pad, 8] if warpgroup else [16, 8])
 
 
 @gluon.constexpr_function
-def _staging(warps, along_p):
-    # Lanes follow consecutive elements of the factor, so that a load fills its sectors.
+def staging(warps, along_p):
+    """The layout of a factor that is loaded: lanes follow its consecutive elements, so that a load fills its sectors."""
     return gl.BlockedLayout([1, 4], [4, 8] if along_p else [16, 2], [warps, 1], [1, 0])
 
 
@@ -55,7 +46,7 @@ def _in_sequence(steps, i):
 
 
 @gluon.jit
-def _low_half(x):
+def low_half(x):
     """The low half of a left operand in three-pass TF32.
 
     Of an infinity this is the canonical NaN 0x7fffffff plus 4096, which wraps to a number that is cut to zero: its product is the
@@ -89,15 +80,23 @@ def _factor_halves(f, DEPTH: gl.constexpr):
 
 
 @gluon.jit
+def staged(f, SHARED: gl.constexpr, DEPTH: gl.constexpr, THREE: gl.constexpr):
+    """A factor in shared memory: both halves, or rounded to TF32 and the same twice."""
+    if THREE:
+        high, low = _factor_halves(f, DEPTH)
+        return gl.allocate_shared_memory(gl.float32, f.shape, SHARED, high), gl.allocate_shared_memory(gl.float32, f.shape, SHARED, low)
+    else:
+        shared = gl.allocate_shared_memory(gl.float32, f.shape, SHARED, round_to_tf32(f))
+        return shared, shared
+
+
+@gluon.jit
 def _column_index(k, STEPS: gl.constexpr, INDEX: gl.constexpr):
     """Row of the factor for column k of the left operand."""
     if _in_sequence(STEPS, INDEX):
         return k  # known to be consecutive, so that loads are wide
     else:
-        p = k * 0
-        for digit in gl.static_range(_digits_of(_field(STEPS, INDEX, P_PAD))):
-            p += ((k >> digit) & 1) << _column(STEPS, INDEX, digit)
-        return p
+        return spread(k, _field(STEPS, INDEX, COLUMNS))
 
 
 @gluon.jit
@@ -112,20 +111,14 @@ def _stage_factor(
     WARPS: gl.constexpr,
     THREE: gl.constexpr,
 ):
-    """Step INDEX's factor in shared memory, transposed: both halves, or rounded to TF32 and the same twice."""
+    """Step INDEX's factor in shared memory, transposed."""
     P: gl.constexpr = _field(STEPS, INDEX, P_PAD)
     Q: gl.constexpr = _field(STEPS, INDEX, Q_PAD)
-    LAYOUT: gl.constexpr = _staging(WARPS, ALONG_P[INDEX])
+    LAYOUT: gl.constexpr = staging(WARPS, ALONG_P[INDEX])
     q = gl.arange(0, Q, gl.SliceLayout(1, LAYOUT))[:, None]
     p = _column_index(gl.arange(0, P, gl.SliceLayout(0, LAYOUT)), STEPS, INDEX)[None, :]
     f = factor_tile(ptrs, strides, batch, p, q, SHAPES, _field(STEPS, INDEX, START), _field(STEPS, INDEX, STOP), gl.float32)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, P], gl.float32)
-    if THREE:
-        high, low = _factor_halves(f, P)
-        return gl.allocate_shared_memory(gl.float32, [Q, P], SHARED, high), gl.allocate_shared_memory(gl.float32, [Q, P], SHARED, low)
-    else:
-        shared = gl.allocate_shared_memory(gl.float32, [Q, P], SHARED, round_to_tf32(f))
-        return shared, shared
+    return staged(f, gl.NVMMASharedLayout.get_default_for([Q, P], gl.float32), P, THREE)
 
 
 @builtin
@@ -157,7 +150,7 @@ def _warp_product(
         t = gl.convert_layout(t, gl.DotOperandLayout(0, LAYOUT, 1))
         acc = gl.zeros([ROWS_, Q], gl.float32, LAYOUT)
         if THREE:
-            acc = _warp_mma(_low_half(t), high, acc)
+            acc = _warp_mma(low_half(t), high, acc)
             acc = _warp_mma(t, low, acc)
         return _warp_mma(t, high, acc)
 
@@ -182,8 +175,7 @@ def _step(
     ROWS_: gl.constexpr = _field(STEPS, INDEX, ROWS)
     LAYOUT: gl.constexpr = _accumulator(Q, WARPS, WARPGROUP)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
-    t = gl.reshape(in_order(gl.reshape(t, twos(TO)), TO), [ROWS_, P])
-    t = gl.convert_layout(t, OPERAND)
+    t = gl.convert_layout(reordered(t, TO, (ROWS_, P)), OPERAND)
     if GUARD:
         # An infinity of an earlier factor has made NaN of the padding, which 0 does not cancel.
         p = _column_index(gl.arange(0, P, gl.SliceLayout(0, OPERAND)), STEPS, INDEX)
@@ -193,7 +185,7 @@ def _step(
     if WARPGROUP:
         acc = gl.zeros([ROWS_, Q], gl.float32, LAYOUT)
         if THREE:
-            acc = warpgroup_mma(_low_half(t), high.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(low_half(t), high.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma(t, low.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma(t, high.permute((1, 0)), acc, is_async=True)
         return warpgroup_mma_wait(0, deps=(acc,))
@@ -207,14 +199,7 @@ def _step(
 @gluon.jit
 def _run_steps(
     t,
-    h0,
-    l0,
-    h1,
-    l1,
-    h2,
-    l2,
-    h3,
-    l3,
+    halves,
     STEPS: gl.constexpr,
     WARPS: gl.constexpr,
     WARPGROUP: gl.constexpr,
@@ -222,16 +207,10 @@ def _run_steps(
     ROUND: gl.constexpr,
     GUARD: gl.constexpr,
 ):
-    """All steps of a tile; halves beyond the last step's are not looked at."""
-    COUNT: gl.constexpr = len(STEPS)
-    acc = _step(t, h0, l0, STEPS, 0, WARPS, WARPGROUP, THREE, ROUND, False)
-    if COUNT > 1:
-        acc = _step(acc, h1, l1, STEPS, 1, WARPS, WARPGROUP, THREE, ROUND, GUARD)
-    if COUNT > 2:
-        acc = _step(acc, h2, l2, STEPS, 2, WARPS, WARPGROUP, THREE, ROUND, GUARD)
-    if COUNT > 3:
-        acc = _step(acc, h3, l3, STEPS, 3, WARPS, WARPGROUP, THREE, ROUND, GUARD)
-    return acc
+    """All steps of a tile; halves are those of each step's factor, one after the other."""
+    for n in gl.static_range(len(STEPS)):
+        t = _step(t, halves[2 * n], halves[2 * n + 1], STEPS, n, WARPS, WARPGROUP, THREE, ROUND, GUARD and n > 0)
+    return t
 
 
 @gluon.jit(do_not_specialize=["alpha", "beta", "num_tiles", "num_slices"], do_not_specialize_on_alignment=["before"])
@@ -276,7 +255,6 @@ def _chained_multiply_fwd_kernel(
     EPILOGUE: gl.constexpr,
 ):
     """One to four steps on tiles of whole slices."""
-    COUNT: gl.constexpr = len(STEPS)
     TILE: gl.constexpr = make_tile(
         LOAD, STORE, STORE_ORDER, P_SIZES, P_PADS, Q_SIZES, Q_PADS, PADDED, STRIDES, BLOCK_S, HEAD, TAIL, RUN, EVEN
     )
@@ -288,14 +266,13 @@ def _chained_multiply_fwd_kernel(
         if FETCH:
             buffer = tile_buffer(x_ptr, TILE)
             first = (gl.program_id(0) + batch) * BLOCK_S
-            fetch_tile(buffer, x_ptr, x_strides, batch, first, num_slices, before, after, TILE, WARPS)
+            fetch_tile(buffer, x_ptr, x_strides, (batch, first, num_slices, before, after), TILE, WARPS)
     else:
         # Under way while the factors are stored to shared memory.
-        t = load_tile(x_ptr, x_strides, batch, first, num_slices, before, after, TILE)
-    h0, l0 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 0, ALONG_P, WARPS, THREE)
-    h1, l1 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 1, ALONG_P, WARPS, THREE) if COUNT > 1 else (h0, l0)
-    h2, l2 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 2, ALONG_P, WARPS, THREE) if COUNT > 2 else (h0, l0)
-    h3, l3 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 3, ALONG_P, WARPS, THREE) if COUNT > 3 else (h0, l0)
+        t = load_tile(x_ptr, x_strides, (batch, first, num_slices, before, after), TILE)
+    halves = ()
+    for n in gl.static_range(len(STEPS)):
+        halves = halves + _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, n, ALONG_P, WARPS, THREE)
     fence_async_shared()
     barrier()
     if LOOP:
@@ -305,13 +282,13 @@ def _chained_multiply_fwd_kernel(
                 t = fetched_tile(buffer, TILE)
                 if tile + gl.num_programs(0) < num_tiles:
                     ahead = (tile + gl.num_programs(0) + batch) * BLOCK_S
-                    fetch_tile(buffer, x_ptr, x_strides, batch, ahead, num_slices, before, after, TILE, WARPS)
+                    fetch_tile(buffer, x_ptr, x_strides, (batch, ahead, num_slices, before, after), TILE, WARPS)
             else:
-                t = load_tile(x_ptr, x_strides, batch, first, num_slices, before, after, TILE)
-            acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
-            store_tile(
-                acc, z_ptr, y_ptr, z_strides, y_strides, alpha, beta, batch, first, num_slices, num_tiles, before, after, TILE, EPILOGUE
-            )
+                t = load_tile(x_ptr, x_strides, (batch, first, num_slices, before, after), TILE)
+            acc = _run_steps(t, halves, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
+            place = (batch, first, num_slices, before, after)
+            store_tile(acc, (z_ptr, y_ptr), (z_strides, y_strides), (alpha, beta), place, num_tiles, TILE, EPILOGUE)
     else:
-        acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
-        store_tile(acc, z_ptr, y_ptr, z_strides, y_strides, alpha, beta, batch, first, num_slices, num_tiles, before, after, TILE, EPILOGUE)
+        acc = _run_steps(t, halves, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
+        place = (batch, first, num_slices, before, after)
+        store_tile(acc, (z_ptr, y_ptr), (z_strides, y_strides), (alpha, beta), place, num_tiles, TILE, EPILOGUE)

@@ -42,9 +42,35 @@ def _of(tile, name):
 
 
 @gluon.constexpr_function
-def twos(order):
-    """The shape of a tile seen bit by bit."""
-    return [2] * len(order)
+def item(values, i):
+    """An element of a plan's tuples."""
+    return values[i]
+
+
+@gluon.constexpr_function
+def count(values):
+    """The number of elements of a plan's tuple."""
+    return len(values)
+
+
+@gluon.jit
+def spread(i, BITS: gl.constexpr):
+    """The index in which bit n of i stands at BITS[n]."""
+    found = i * 0
+    for n in gl.static_range(count(BITS)):
+        found += ((i >> n) & 1) << item(BITS, n)
+    return found
+
+
+@gluon.constexpr_function
+def _list(values):
+    return list(values)
+
+
+@gluon.constexpr_function
+def twos(order, rows=None):
+    """The shape of a tile seen bit by bit, behind its rows, if their bits stay as they are."""
+    return [2] * len(order) if rows is None else [rows] + [2] * (len(order) - 1)
 
 
 @builtin
@@ -62,26 +88,30 @@ def seen_as(memory, shape, layout, _semantic=None):
 
 
 @gluon.constexpr_function
+def linear_layout(layout, shape):
+    """The layout of a tensor of this shape whose (registers, lanes, warps) are a plan's tuples, which may have further fields."""
+    registers, lanes, warps = ([list(b) for b in part] for part in layout[:3])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], list(shape))
+
+
+@gluon.constexpr_function
 def _layout(tile):
-    registers, lanes, warps, shape = tile
-    return gl.DistributedLinearLayout([list(b) for b in registers], [list(b) for b in lanes], [list(b) for b in warps], [], list(shape))
+    return linear_layout(tile, tile[3])
 
 
 @gluon.jit
-def _slice_base(
-    first,
-    i,
-    strides,
-    batch,
-    before,
-    after,
-    BLOCK_S: gl.constexpr,
-    STRIDE: gl.constexpr,
-    HEAD: gl.constexpr,
-    TAIL: gl.constexpr,
-    RUN: gl.constexpr,
-):
+def reordered(t, ORDER: gl.constexpr, SHAPE: gl.constexpr, ROWS: gl.constexpr = None):
+    """A tensor's elements in another order of its index bits, but for those of rows, read in a shape."""
+    return gl.reshape(in_order(gl.reshape(t, twos(ORDER, ROWS)), ORDER), _list(SHAPE))
+
+
+# A tile's place is (batch, first slice, num_slices, before, after).
+
+
+@gluon.jit
+def slice_base(i, strides, place, BLOCK_S: gl.constexpr, STRIDE: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, RUN: gl.constexpr):
     """(offset of the tile, offsets in it) of slices ``first + i``; 32-bit ones within a tile where STRIDE says the stride."""
+    batch, first, _, before, after = place
     if RUN == BLOCK_S:
         row = first
         a = first * 0
@@ -130,27 +160,25 @@ def _mode_offsets(p, stride, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def _tile_pointers(x_ptr, x_strides, batch, first, num_slices, before, after, LAYOUT: gl.constexpr, TILE: gl.constexpr):
+def _tile_pointers(x_ptr, x_strides, place, LAYOUT: gl.constexpr, TILE: gl.constexpr):
     """(pointers, mask) of x's elements of a tile ``[BLOCK_S, prod(P_PADS)]``."""
     STRIDES: gl.constexpr = _of(TILE, "STRIDES")
     BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
     i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
     p = gl.arange(0, _of(TILE, "LOAD")[3][1], gl.SliceLayout(0, LAYOUT))
-    mask = slice_mask(first, i, num_slices, _of(TILE, "EVEN"))[:, None]
+    mask = slice_mask(place[1], i, place[2], _of(TILE, "EVEN"))[:, None]
     if _of(TILE, "PADDED"):
         p, valid = padded_index(p, _of(TILE, "P_SIZES"), _of(TILE, "P_PADS"))
         mask = mask & valid[None, :]
-    base, offsets = _slice_base(
-        first, i, x_strides, batch, before, after, BLOCK_S, STRIDES[0], _of(TILE, "HEAD"), _of(TILE, "TAIL"), _of(TILE, "RUN")
-    )
+    base, offsets = slice_base(i, x_strides, place, BLOCK_S, STRIDES[0], _of(TILE, "HEAD"), _of(TILE, "TAIL"), _of(TILE, "RUN"))
     return x_ptr + base + (offsets[:, None] + _mode_offsets(p, x_strides[3], STRIDES[1])[None, :]), mask
 
 
 @gluon.jit
-def load_tile(x_ptr, x_strides, batch, first, num_slices, before, after, TILE: gl.constexpr):
+def load_tile(x_ptr, x_strides, place, TILE: gl.constexpr):
     """``[BLOCK_S, prod(P_PADS)]`` in float32, 0 outside of x."""
     LAYOUT: gl.constexpr = _layout(_of(TILE, "LOAD"))
-    pointers, mask = _tile_pointers(x_ptr, x_strides, batch, first, num_slices, before, after, LAYOUT, TILE)
+    pointers, mask = _tile_pointers(x_ptr, x_strides, place, LAYOUT, TILE)
     if _of(TILE, "EVEN") and not _of(TILE, "PADDED"):
         return gl.load(pointers).to(gl.float32)
     else:
@@ -170,10 +198,10 @@ def _waiting(tail):
 
 
 @gluon.jit
-def fetch_tile(buffer, x_ptr, x_strides, batch, first, num_slices, before, after, TILE: gl.constexpr, WARPS: gl.constexpr):
+def fetch_tile(buffer, x_ptr, x_strides, place, TILE: gl.constexpr, WARPS: gl.constexpr):
     """Begin to copy a tile of whole sizes into a buffer in shared memory."""
     LAYOUT: gl.constexpr = _fetching(WARPS, _of(TILE, "TAIL"))
-    pointers, mask = _tile_pointers(x_ptr, x_strides, batch, first, num_slices, before, after, LAYOUT, TILE)
+    pointers, mask = _tile_pointers(x_ptr, x_strides, place, LAYOUT, TILE)
     if _of(TILE, "EVEN"):
         begin_copy(buffer, pointers)
     else:
@@ -209,38 +237,18 @@ def _half(tile):
 
 
 @gluon.jit
-def store_tile(
-    t,
-    z_ptr,
-    y_ptr,
-    z_strides,
-    y_strides,
-    alpha,
-    beta,
-    batch,
-    first,
-    num_slices,
-    num_tiles,
-    before,
-    after,
-    TILE: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-):
-    """Epilogue the last accumulator and store it."""
+def store_tile(t, pointers, strides, scalars, place, num_tiles, TILE: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Epilogue the last accumulator and store it; of z and y, and of alpha and beta."""
     TO: gl.constexpr = _of(TILE, "STORE_ORDER")
     STORE: gl.constexpr = _of(TILE, "STORE")
     BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
     WIDTH: gl.constexpr = STORE[3][1]
-    pointers = (z_ptr, y_ptr)
-    strides = (z_strides, y_strides)
-    scalars = (alpha, beta)
-    place = (batch, first, num_slices, before, after)
-    t = gl.reshape(in_order(gl.reshape(t, twos(TO)), TO), [BLOCK_S, WIDTH])
+    t = reordered(t, TO, (BLOCK_S, WIDTH))
     t = gl.convert_layout(t, _layout(STORE))  # the same registers under their last names
     if _in_halves(STORE):
         # Neither branch is ever skipped: they keep the compiler from working out addresses while it has no registers for them.
         low, high = gl.split(gl.permute(gl.reshape(t, [BLOCK_S, 2, WIDTH // 2]), (0, 2, 1)))
-        if first < num_slices:
+        if place[1] < place[2]:
             _store_modes(low, 0, pointers, strides, scalars, place, _half(STORE), TILE, EPILOGUE)
         if num_tiles > 0:
             _store_modes(high, WIDTH // 2, pointers, strides, scalars, place, _half(STORE), TILE, EPILOGUE)
@@ -252,27 +260,26 @@ def store_tile(
 def _store_modes(
     t, FIRST_Q: gl.constexpr, pointers, strides, scalars, place, STORE: gl.constexpr, TILE: gl.constexpr, EPILOGUE: gl.constexpr
 ):
-    """Epilogue and store a tile's modes from FIRST_Q on; of z and y, alpha and beta, and (batch, first, num_slices, before, after)."""
+    """Epilogue and store a tile's modes from FIRST_Q on."""
     STRIDES: gl.constexpr = _of(TILE, "STRIDES")
     BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
     HEAD: gl.constexpr = _of(TILE, "HEAD")
     TAIL: gl.constexpr = _of(TILE, "TAIL")
     RUN: gl.constexpr = _of(TILE, "RUN")
     LAYOUT: gl.constexpr = _layout(STORE)
-    batch, first, num_slices, before, after = place
     z_ptr, y_ptr = pointers
     z_strides, y_strides = strides
     t = gl.convert_layout(gl.reshape(t, [BLOCK_S, STORE[3][1]]), LAYOUT)
     i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
     q = FIRST_Q + gl.arange(0, STORE[3][1], gl.SliceLayout(0, LAYOUT))
-    mask = slice_mask(first, i, num_slices, _of(TILE, "EVEN"))[:, None] & (q >= 0)[None, :]
+    mask = slice_mask(place[1], i, place[2], _of(TILE, "EVEN"))[:, None] & (q >= 0)[None, :]
     if _of(TILE, "PADDED"):
         q, valid = padded_index(q, _of(TILE, "Q_SIZES"), _of(TILE, "Q_PADS"))
         mask = mask & valid[None, :]
-    z_base, z_offsets = _slice_base(first, i, z_strides, batch, before, after, BLOCK_S, STRIDES[4], HEAD, TAIL, RUN)
+    z_base, z_offsets = slice_base(i, z_strides, place, BLOCK_S, STRIDES[4], HEAD, TAIL, RUN)
     addends = z_base + (z_offsets[:, None] + _mode_offsets(q, z_strides[3], STRIDES[5])[None, :])
     t = EPILOGUE(t, scalars[0], scalars[1], z_ptr, addends, mask)
-    base, offsets = _slice_base(first, i, y_strides, batch, before, after, BLOCK_S, STRIDES[2], HEAD, TAIL, RUN)
+    base, offsets = slice_base(i, y_strides, place, BLOCK_S, STRIDES[2], HEAD, TAIL, RUN)
     results = y_ptr + base + (offsets[:, None] + _mode_offsets(q, y_strides[3], STRIDES[3])[None, :])
     if _of(TILE, "EVEN") and not _of(TILE, "PADDED"):
         gl.store(results, t.to(y_ptr.dtype.element_ty))

@@ -16,8 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from fastkron_py.kron.families import whole_row as plan
-from fastkron_py.kron.hopper.tile import in_order, seen_as
-from fastkron_py.kron.kernels.butterfly import item
+from fastkron_py.kron.hopper.tile import item, linear_layout, reordered, seen_as
 from fastkron_py.kron.kernels.row_pair import in_half
 from fastkron_py.tiling.addresses import factor_tile
 from fastkron_py.tiling.hopper import barrier, begin_copy
@@ -45,16 +44,6 @@ def _copied(warps):
 @gluon.constexpr_function
 def _shared(layouts, field):
     return gl.SharedLinearLayout([list(b) for b in layouts[field]])
-
-
-@gluon.constexpr_function
-def _distributed(layouts, field, shape):
-    return gl.DistributedLinearLayout(*[[list(b) for b in part] for part in layouts[field]], [], list(shape))
-
-
-@gluon.constexpr_function
-def _by_bits(rows, order):
-    return [rows] + [2] * (len(order) - 1)
 
 
 @gluon.jit
@@ -186,12 +175,11 @@ def _store(
     B: gl.constexpr = SIZES[2]
     QM: gl.constexpr = SIZES[4]
     QC: gl.constexpr = SIZES[6]
-    LAYOUT: gl.constexpr = _distributed(LAYOUTS, RESULT, [QA, COLUMNS])
+    LAYOUT: gl.constexpr = linear_layout(item(LAYOUTS, RESULT), [QA, COLUMNS])
     ORDER: gl.constexpr = item(LAYOUTS, RESULT_ORDER)
     RUN: gl.constexpr = item(LAYOUTS, RESULT_RUN)
     RUNS: gl.constexpr = QM * QC // RUN
-    y = gl.reshape(in_order(gl.reshape(y, _by_bits(QA, ORDER)), ORDER), [QA, COLUMNS])
-    y = gl.convert_layout(y, LAYOUT)  # the same registers under their last names
+    y = gl.convert_layout(reordered(y, ORDER, (QA, COLUMNS), QA), LAYOUT)  # the same registers under their last names
     i = gl.arange(0, QA, gl.SliceLayout(1, LAYOUT))[:, None]
     k = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
     FIRST: gl.constexpr = SLICE % RUNS * RUN + SLICE // RUNS * (LOW * QM * QC)

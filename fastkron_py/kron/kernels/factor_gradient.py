@@ -62,40 +62,34 @@ def _factor_gradient_kernel(
 
 
 @triton.jit
-def _times_entry(weight, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Weight times the entry of one factor, by the last digits of p and q."""
-    return weight * tl.load(ptr + (p % ROWS).to(tl.int64) * stride_p + (q % COLS).to(tl.int64) * stride_q).to(weight.dtype)
-
-
-@triton.jit
-def _times_conjugate(real, imaginary, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The same in (real, imaginary) parts, with the entry's conjugate."""
-    at = 2 * ((p % ROWS).to(tl.int64) * stride_p + (q % COLS).to(tl.int64) * stride_q)
-    f_real, f_imaginary = tl.load(ptr + at).to(real.dtype), tl.load(ptr + at + 1).to(real.dtype)
-    return real * f_real + imaginary * f_imaginary, imaginary * f_real - real * f_imaginary
+def _times_entry(real, imaginary, p, q, ptrs, strides, batch, SHAPES: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
+    """The (real, imaginary) parts times the conjugate of an entry of factor number N, by the last digits of p and q."""
+    ptr = ptrs[N] + batch * strides[N][0] * PARTS
+    stride_p, stride_q = strides[N][1], strides[N][2]
+    if PARTS == 1:
+        at = (p % SHAPES[N][0]).to(tl.int64) * stride_p + (q % SHAPES[N][1]).to(tl.int64) * stride_q
+        return real * tl.load(ptr + at).to(real.dtype), imaginary
+    else:
+        at = 2 * ((p % SHAPES[N][0]).to(tl.int64) * stride_p + (q % SHAPES[N][1]).to(tl.int64) * stride_q)
+        f_real, f_imaginary = tl.load(ptr + at).to(real.dtype), tl.load(ptr + at + 1).to(real.dtype)
+        return real * f_real + imaginary * f_imaginary, imaginary * f_real - real * f_imaginary
 
 
 @triton.jit
 def _write_factor(
-    total_ptr,
-    factor_ptrs,
-    out_ptr,
-    factor_strides,
-    batch,
-    SHAPES: tl.constexpr,
-    WHICH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    INNER_P: tl.constexpr,
-    INNER_Q: tl.constexpr,
-    OUTER_P: tl.constexpr,
-    OUTER_Q: tl.constexpr,
-    ENTRIES_PAD: tl.constexpr,
-    OTHERS_PAD: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    PARTS: tl.constexpr,
+    total_ptr, factor_ptrs, out_ptr, factor_strides, batch, SHAPES: tl.constexpr, WANTED: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr
 ):
     """``out[p, q] = sum over the others' entries of total[(.., p, ..), (.., q, ..)] * conj(their product)``, for one factor."""
+    WHICH: tl.constexpr = WANTED[N][0]
+    ROWS: tl.constexpr = WANTED[N][1]
+    COLS: tl.constexpr = WANTED[N][2]
+    INNER_P: tl.constexpr = WANTED[N][3]
+    INNER_Q: tl.constexpr = WANTED[N][4]
+    OUTER_P: tl.constexpr = WANTED[N][5]
+    OUTER_Q: tl.constexpr = WANTED[N][6]
+    ENTRIES_PAD: tl.constexpr = WANTED[N][7]
+    OTHERS_PAD: tl.constexpr = WANTED[N][8]
+    TRANSPOSED: tl.constexpr = WANTED[N][9]
     entry = tl.arange(0, ENTRIES_PAD)[None, :]
     other = tl.arange(0, OTHERS_PAD)[:, None]
     p, q = other // OUTER_Q, other % OUTER_Q  # of all others' product
@@ -109,14 +103,7 @@ def _write_factor(
     COUNT: tl.constexpr = len(SHAPES)
     for n in tl.static_range(COUNT):
         if COUNT - 1 - n != WHICH:
-            ptr = factor_ptrs[COUNT - 1 - n] + batch * factor_strides[COUNT - 1 - n][0] * PARTS
-            stride_p, stride_q = factor_strides[COUNT - 1 - n][1], factor_strides[COUNT - 1 - n][2]
-            if PARTS == 1:
-                weight = _times_entry(weight, p, q, ptr, stride_p, stride_q, SHAPES[COUNT - 1 - n][0], SHAPES[COUNT - 1 - n][1])
-            else:
-                weight, imaginary = _times_conjugate(
-                    weight, imaginary, p, q, ptr, stride_p, stride_q, SHAPES[COUNT - 1 - n][0], SHAPES[COUNT - 1 - n][1]
-                )
+            weight, imaginary = _times_entry(weight, imaginary, p, q, factor_ptrs, factor_strides, batch, SHAPES, COUNT - 1 - n, PARTS)
             p = p // SHAPES[COUNT - 1 - n][0]
             q = q // SHAPES[COUNT - 1 - n][1]
     # Selected: an infinity of a factor stands in the padding too.
@@ -143,7 +130,7 @@ def _split_gradient_kernel(
     out_ptrs,  # each [B, P_i, Q_i], of the factors asked for; [B, Q_i, P_i] of those that are transposed
     factor_strides,
     SHAPES: tl.constexpr,
-    WANTED: tl.constexpr,  # for each output: which factor, then the constants of `_write_factor` in their order
+    WANTED: tl.constexpr,  # for each output: which factor, then the other constants of `_write_factor` in their order
     PARTS: tl.constexpr,  # real numbers of an element
 ):
     """Gradients of the factors of a product, from that of the product: one program for each and for each batch."""
@@ -151,22 +138,4 @@ def _split_gradient_kernel(
     batch = (tl.program_id(0) // COUNT).to(tl.int64)
     for n in tl.static_range(COUNT):
         if tl.program_id(0) % COUNT == n:
-            _write_factor(
-                total_ptr,
-                factor_ptrs,
-                out_ptrs[n],
-                factor_strides,
-                batch,
-                SHAPES,
-                WANTED[n][0],
-                WANTED[n][1],
-                WANTED[n][2],
-                WANTED[n][3],
-                WANTED[n][4],
-                WANTED[n][5],
-                WANTED[n][6],
-                WANTED[n][7],
-                WANTED[n][8],
-                WANTED[n][9],
-                PARTS,
-            )
+            _write_factor(total_ptr, factor_ptrs, out_ptrs[n], factor_strides, batch, SHAPES, WANTED, n, PARTS)

@@ -90,19 +90,23 @@ def _sliced_multiply_fwd_kernel(
 
 
 @triton.jit
-def _load_step(
+def _load_steps(
     ptrs,
     strides,
     batch,
     SHAPES: tl.constexpr,
-    STEPS: tl.constexpr,  # all, and the number of this one: Triton 3.6 hands over no tuple of a tuple
-    N: tl.constexpr,
+    STEPS: tl.constexpr,
+    COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
     PARTS: tl.constexpr,
     CONJ: tl.constexpr,
 ):
-    """The factor tile of a step."""
-    return load_factor(ptrs, strides, batch, 0, 0, SHAPES, STEPS[N][0], STEPS[N][1], STEPS[N][3], STEPS[N][4], ACC, PARTS, CONJ)
+    """The factor tile of each step."""
+    found = ()
+    for n in tl.static_range(len(STEPS)):
+        f = load_factor(ptrs, strides, batch, 0, 0, SHAPES, STEPS[n][0], STEPS[n][1], STEPS[n][3], STEPS[n][4], ACC, PARTS, CONJ)
+        found = found + (f.to(COMPUTE),)  # type: ignore[assignment]  # noqa: RUF005 - the compiler takes no *found
+    return found
 
 
 @triton.jit
@@ -110,7 +114,7 @@ def _multiply_step(
     t,
     f,
     BLOCK_S: tl.constexpr,
-    STEPS: tl.constexpr,
+    STEPS: tl.constexpr,  # all, and the number of this one: Triton 3.6 hands over no tuple of a tuple
     N: tl.constexpr,
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
@@ -147,7 +151,7 @@ def _fused_multiply_fwd_kernel(
     before,
     after,
     SHAPES: tl.constexpr,
-    STEPS: tl.constexpr,  # (start, stop, P, P_PAD, Q_PAD, REST) of each of two or three steps, last factors first
+    STEPS: tl.constexpr,  # (start, stop, P, P_PAD, Q_PAD, REST) of each step, last factors first
     P_SIZES: tl.constexpr,
     P_PADS: tl.constexpr,
     P_TOTAL: tl.constexpr,
@@ -178,10 +182,7 @@ def _fused_multiply_fwd_kernel(
     p, valid_p = padded_index(tl.arange(0, P_TOTAL), P_SIZES, P_PADS)
     q, valid_q = padded_index(tl.arange(0, Q_TOTAL), Q_SIZES, Q_PADS)
     if RESIDENT:
-        f0 = _load_step(factor_ptrs, factor_strides, 0, SHAPES, STEPS, 0, ACC, PARTS, CONJ).to(COMPUTE)
-        f1 = _load_step(factor_ptrs, factor_strides, 0, SHAPES, STEPS, 1, ACC, PARTS, CONJ).to(COMPUTE)
-        if len(STEPS) == 3:
-            f2 = _load_step(factor_ptrs, factor_strides, 0, SHAPES, STEPS, 2, ACC, PARTS, CONJ).to(COMPUTE)
+        factors = _load_steps(factor_ptrs, factor_strides, 0, SHAPES, STEPS, COMPUTE, ACC, PARTS, CONJ)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         batch = (tile // blocks_s).to(tl.int64)
         first = (tile % blocks_s).to(tl.int64) * BLOCK_S
@@ -192,14 +193,9 @@ def _fused_multiply_fwd_kernel(
         mask = mask_s[:, None] & valid_p[None, :]
         t = load_elements(x_rows[:, None] + p.to(tl.int64)[None, :] * x_strides[3], mask, PARTS, TAIL).to(ACC)
         if not RESIDENT:
-            f0 = _load_step(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 0, ACC, PARTS, CONJ).to(COMPUTE)
-            f1 = _load_step(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 1, ACC, PARTS, CONJ).to(COMPUTE)
-            if len(STEPS) == 3:
-                f2 = _load_step(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 2, ACC, PARTS, CONJ).to(COMPUTE)
-        t = _multiply_step(t, f0, BLOCK_S, STEPS, 0, COMPUTE, ACC, PRECISION, PARTS)
-        t = _multiply_step(t, f1, BLOCK_S, STEPS, 1, COMPUTE, ACC, PRECISION, PARTS)
-        if len(STEPS) == 3:
-            t = _multiply_step(t, f2, BLOCK_S, STEPS, 2, COMPUTE, ACC, PRECISION, PARTS)
+            factors = _load_steps(factor_ptrs, factor_strides, batch, SHAPES, STEPS, COMPUTE, ACC, PARTS, CONJ)
+        for n in tl.static_range(len(STEPS)):
+            t = _multiply_step(t, factors[n], BLOCK_S, STEPS, n, COMPUTE, ACC, PRECISION, PARTS)
         y = tl.reshape(t, (BLOCK_S, Q_TOTAL * PARTS))
         mask = mask_s[:, None] & valid_q[None, :]
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * z_strides[3]

@@ -24,24 +24,15 @@ from fastkron_py.kron.problem import Problem, contiguous_problem
 MOST_SAVED: Final = 1 / 4  # of x's elements; of wide factors alone, whose multiply makes intermediates anyway, those of x or the result
 
 
-class Bid(NamedTuple):
-    """A family's offer for a group."""
-
-    family: str
-    offer: GradientOffer
-
-
-def bids(problem: GroupProblem) -> list[Bid]:
+def bids(problem: GroupProblem) -> list[GradientOffer]:
     """All offers for a group, the best one first: of those that are about as good as the fastest one, that of the first family."""
-    found = [Bid(name, offer) for name, made in gradient_offers(problem).items() if not isinstance(made, str) for offer in made]
-    if not found:
-        return []
-    least = min([bid.offer.seconds for bid in found])
+    found = [offer for made in gradient_offers(problem).values() if not isinstance(made, str) for offer in made]
+    least = min([offer.seconds for offer in found], default=0.0)
     orders = {family.name: family.gradient_order for family in gradient_families()}
 
-    def place(bid: Bid) -> tuple[bool, int, float]:
-        is_late = planner.is_worse(bid.offer.seconds, least)
-        return is_late, 0 if is_late else orders[bid.family], bid.offer.seconds
+    def place(offer: GradientOffer) -> tuple[bool, int, float]:
+        is_late = planner.is_worse(offer.seconds, least)
+        return is_late, 0 if is_late else orders[offer.family], offer.seconds
 
     return sorted(found, key=place)
 
@@ -50,7 +41,7 @@ def bids(problem: GroupProblem) -> list[Bid]:
 def _offered_seconds(problem: GroupProblem) -> float:
     """Modelled seconds of a group's launch, infinity if no family takes it."""
     found = bids(problem)
-    return found[0].offer.seconds if found else math.inf
+    return found[0].seconds if found else math.inf
 
 
 # ---- groups --------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
+from fastkron_py.runtime.gpu import VECTOR_BYTES
+
 # The smallest side of a tensor-core product in Triton.
 DOT_SIDE: Final = 16
-HALF_VECTOR: Final = 8  # elements of half types in the 16 bytes that a thread loads or stores at once
+HALF_VECTOR: Final = VECTOR_BYTES // 2  # elements of half types
 
 Ends = tuple[int, ...]  # of steps: the first factor, then one past the last factor of each
 

@@ -1,9 +1,9 @@
-"""What was measured of the families of kernels, a file for each GPU: prices of quantities, and figures of formulas.
+"""What was measured of the families of kernels, a file for each GPU: prices of quantities, and figures of formulas and of limits.
 
 The modelled time of a launch is the sum of its quantities, each times its price (`priced`). Families state the quantities, in seconds of
-the GPU's own bandwidth and rates (`runtime.gpu`), so that the same prices serve a GPU that was not timed. The host and choices of tiles
-have formulas, whose constants are figures (`figure`). A file may name another one as ``"like"``, and hold what
-differs alone.
+the GPU's own bandwidth and rates (`runtime.gpu`), so that the same prices serve a GPU that was not timed. The host, choices of tiles, and
+sizes beyond which another kernel is faster have figures, each family's in a record of its own (`figures`). A file may name another one as
+``"like"``, and hold what differs alone.
 """
 
 from __future__ import annotations
@@ -11,36 +11,37 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from fastkron_py.runtime.gpu import GPU
 
 _OVERLAP: Final = 4  # power of the sum of two times that overlap in part
+_R = TypeVar("_R")
 
 
-def figure(family: str, gpu: GPU, name: str, *keys: object) -> float:
-    """Return a figure of a family: seconds, a share of a rate, or a multiple of what memory takes.
+def figures(kind: Callable[..., _R], section: str, gpu: GPU) -> _R:
+    """Return a section of a GPU's file as a record, whose fields are its figures; those of several numbers map each to its own.
 
     Args:
-        family: a section of the file.
+        kind: the type of the record.
+        section: a family, "host" or "memory".
         gpu: whose file it is.
-        name: of the figure.
-        keys: which one, of a figure that depends on bytes of an element or on anything else.
 
     Raises:
-        KeyError: the file has no such figure.
+        TypeError: the file has other figures than the record.
     """
-    return _figures(gpu.rates)[(family, name, *map(str, keys))]
+    found: _R = _record(kind, section, gpu.rates)
+    return found
 
 
 def priced(family: str, gpu: GPU, itemsize: int, quantities: Mapping[str, float]) -> float:
     """Return the modelled seconds of a launch: the sum of its quantities, each times its price, which `benchmarks.kron.calibrate` fits.
 
     Args:
-        family: a section of the file.
+        family: a section of the file's prices.
         gpu: whose file it is.
         itemsize: bytes of a real number.
         quantities: of the launch, in seconds, by name; one without a price costs nothing. "streamed" is the least that a launch takes.
@@ -60,22 +61,26 @@ def at_least(seconds: Any, least: Any) -> Any:
 @lru_cache
 def _prices(file: str) -> dict[tuple[str, int], tuple[tuple[str, float], ...]]:
     """Names and prices of quantities, by family and bytes of a real number."""
-    found = dict[tuple[str, int], list[tuple[str, float]]]()
-    for names, value in _figures(file).items():
-        if names[0] == "prices":
-            found.setdefault((names[1], int(names[2])), []).append((names[3], value))
-    return {key: tuple(prices) for key, prices in found.items()}
+    prices = _read(file)["prices"]
+    return {(family, itemsize): tuple(of.items()) for family, by_size in prices.items() for itemsize, of in by_size.items()}
 
 
 @lru_cache
-def _figures(file: str) -> dict[tuple[str, ...], float]:
-    """The figures of a file, and of those that it is like, by section, name and keys."""
-    made = json.loads(resources.files(__name__).joinpath(f"{file}.json").read_text(encoding="utf-8"))
+def _record(kind: Callable[..., _R], section: str, file: str) -> _R:
+    return kind(**_read(file)[section])
+
+
+@lru_cache
+def _read(file: str) -> dict[str, Any]:
+    """A file's sections, with those of the file that it is like; numbers as names are numbers."""
+    text = resources.files(__name__).joinpath(f"{file}.json").read_text(encoding="utf-8")
+    made: dict[str, Any] = json.loads(
+        text, object_hook=lambda of: {int(name) if name.isdecimal() else name: value for name, value in of.items()}
+    )
     like = made.pop("like", None)
-    return {**({} if like is None else _figures(like)), **_flat((), made)}
+    return made if like is None else _over(_read(like), made)
 
 
-def _flat(names: tuple[str, ...], value: Any) -> dict[tuple[str, ...], float]:
-    if not isinstance(value, dict):
-        return {names: float(value)}
-    return {path: number for name, inner in value.items() for path, number in _flat((*names, name), inner).items()}
+def _over(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The old values with the new ones in their places."""
+    return old | {name: _over(old[name], value) if isinstance(value, dict) and name in old else value for name, value in new.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from fastkron_py.kron.bits import SLICE, Bit
 from fastkron_py.kron.families.fragments_gradients import (
-    REPEATED,
     ROW,
     GradientConfig,
     Operand,
@@ -20,13 +20,22 @@ from fastkron_py.kron.families.fragments_gradients import (
     step_gradient,
     step_gradient_config,
 )
+from fastkron_py.kron.gradient_problem import Group, GroupProblem
+from fastkron_py.kron.problem import contiguous_problem
+from fastkron_py.runtime.gpu import HOPPER
 
-MULTIPROCESSORS = 132
 WIDTHS = (16, 32, 64, 128)
 
 
+def step(p: int, q: int, num_slices: int, after: int, need_x: bool = True) -> GroupProblem:
+    """A step on this number of slices, of which this number are a run of memory, on a GPU; of 8 with its neighbours."""
+    of = contiguous_problem([(p, q)], num_slices // after, after, torch.float32, HOPPER)
+    problem = GroupProblem.of(of, Group(0, 0, 1), [q])
+    return replace(problem, need_x=need_x, neighbours=8 if p == q == 8 else 1)
+
+
 def config_of(p: int, q: int, runs: bool, need_x: bool) -> GradientConfig | None:
-    return step_gradient_config(p, q, 1 << 20, 4096 if runs else 1, 1 << 20, 1, MULTIPROCESSORS, need_x)
+    return step_gradient_config(step(p, q, 1 << 20, 1 << 18 if runs else 1, need_x))
 
 
 NARROW = [(8, 8, runs, need_x) for runs in (False, True) for need_x in (False, True)]
@@ -99,7 +108,7 @@ def operands(p: int, q: int, runs: bool, need_x: bool) -> tuple[GradientConfig, 
 
 def test_every_element_has_one_place():
     for config, operand in [(config, operand) for config, found in itertools.starmap(operands, CASES) for operand in found]:
-        places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n != REPEATED]
+        places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n is not None]
         assert sorted(places) == list(range(len(operand.order)))
         assert len(operand.lanes) == 5
         assert 1 << len(operand.warps) == config.num_warps
@@ -110,7 +119,7 @@ def test_what_a_program_keeps_fits():
     for p, q, runs, need_x in CASES:
         config = config_of(p, q, runs, need_x)
         shared = 4 * (config.stages * config.block_s * config.neighbours * (p + q) + (2 * p * q if need_x else 0)) + 1024
-        assert shared * -(-config.programs // MULTIPROCESSORS) <= 228 * 1024
+        assert shared * -(-config.programs // HOPPER.multiprocessors) <= 228 * 1024
         assert config.summed * p % (16 * config.warps[1]) == 0
         assert config.summed * q % (8 * config.warps[2]) == 0
         assert not need_x or config.block_s * config.neighbours % (16 * config.num_warps) == 0
@@ -139,15 +148,15 @@ def test_loads_touch_every_bank_once():
 
 
 @pytest.mark.parametrize(
-    ("p", "q", "num_slices", "after", "fastest"),
+    ("p", "q", "num_slices", "after"),
     [
-        (8, 16, 1 << 20, 1, 1 << 20),  # narrower than a product
-        (128, 64, 1 << 20, 1, 1 << 20),  # too wide with dx
-        (48, 16, 1 << 20, 1, 1 << 20),  # no power of two
-        (64, 64, 1000, 1, 1000),  # no whole tiles
-        (64, 64, 1 << 20, 32, 32),  # a tile would cross rows
-        (64, 64, 64, 1, 64),  # fewer tiles than multiprocessors
+        (8, 16, 1 << 20, 1),  # narrower than a product
+        (128, 64, 1 << 20, 1),  # too wide with dx
+        (48, 16, 1 << 20, 1),  # no power of two
+        (64, 64, 1000, 1),  # no whole tiles
+        (64, 64, 1 << 20, 32),  # a tile would cross rows
+        (64, 64, 64, 1),  # fewer tiles than multiprocessors
     ],
 )
-def test_what_it_refuses(p, q, num_slices, after, fastest):
-    assert step_gradient_config(p, q, num_slices, after, fastest, 1, MULTIPROCESSORS, True) is None
+def test_what_it_refuses(p, q, num_slices, after):
+    assert step_gradient_config(step(p, q, num_slices, after)) is None

@@ -13,7 +13,6 @@ from fastkron_py.kron.bits import SLICE, Bit
 from fastkron_py.kron.families.fragments_gradients import (
     PAIR_WARPS,
     PAIR_WIDTHS,
-    REPEATED,
     ROW,
     Constant,
     GradientConfig,
@@ -24,12 +23,19 @@ from fastkron_py.kron.families.fragments_gradients import (
     pair_gradient,
     pair_gradient_config,
 )
+from fastkron_py.kron.gradient_problem import Group, GroupProblem
+from fastkron_py.kron.problem import contiguous_problem
+from fastkron_py.runtime.gpu import HOPPER
 
-MULTIPROCESSORS = 132
+
+def pair(p: tuple[int, int], q: tuple[int, int], num_slices: int, after: int) -> GroupProblem:
+    """A chain of two on this number of slices, of which this number are a run of memory, on a GPU."""
+    of = contiguous_problem([*zip(p, q, strict=True)], num_slices // after, after, torch.float32, HOPPER)
+    return GroupProblem.of(of, Group(0, 1, 2), list(q))
 
 
 def config_of(p: tuple[int, int], q: tuple[int, int], runs: bool) -> GradientConfig | None:
-    return pair_gradient_config(p, q, 1 << 20, 4096 if runs else 1, 1 << 20, 1, MULTIPROCESSORS)
+    return pair_gradient_config(pair(p, q, 1 << 20, 1 << 18 if runs else 1))
 
 
 PAIRS = tuple(itertools.product(PAIR_WIDTHS, PAIR_WIDTHS))
@@ -121,7 +127,7 @@ def test_every_element_has_one_place():
     plans = [pair_gradient(p, q, config_of(p, q, runs), runs) for p, q, runs in CASES]
     constants = [c.operand for plan in plans for c in (plan.c_factor, plan.h_factor, plan.again_factor, plan.x_factor)]
     for operand in (*itertools.chain.from_iterable(map(operands, plans)), *constants):
-        places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n != REPEATED]
+        places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n is not None]
         assert sorted(places) == list(range(len(operand.order)))
         assert len(operand.lanes) == 5
         assert 1 << len(operand.warps) == PAIR_WARPS
@@ -145,19 +151,19 @@ def test_loads_touch_every_bank_once():
 
 
 @pytest.mark.parametrize(
-    ("p", "q", "num_slices", "after", "fastest"),
+    ("p", "q", "num_slices", "after"),
     [
-        ((8, 16), (16, 16), 1 << 20, 1, 1 << 20),  # narrower than a product
-        ((64, 16), (16, 16), 1 << 20, 1, 1 << 20),  # too wide
-        ((24, 16), (16, 16), 1 << 20, 1, 1 << 20),  # no power of two
-        ((16, 16), (16, 16), 1000, 1, 1000),  # no whole tiles
-        ((16, 16), (16, 16), 1 << 20, 8, 8),  # a tile would cross rows
-        ((32, 32), (32, 32), 1 << 20, 4096, 4096),  # runs shorter than a sector
-        ((16, 16), (16, 16), 1024, 1, 1024),  # fewer tiles than multiprocessors
+        ((8, 16), (16, 16), 1 << 20, 1),  # narrower than a product
+        ((64, 16), (16, 16), 1 << 20, 1),  # too wide
+        ((24, 16), (16, 16), 1 << 20, 1),  # no power of two
+        ((16, 16), (16, 16), 1000, 1),  # no whole tiles
+        ((16, 16), (16, 16), 1 << 20, 8),  # a tile would cross rows
+        ((32, 32), (32, 32), 1 << 20, 4096),  # runs shorter than a sector
+        ((16, 16), (16, 16), 1024, 1),  # fewer tiles than multiprocessors
     ],
 )
-def test_what_it_refuses(p, q, num_slices, after, fastest):
-    assert pair_gradient_config(p, q, num_slices, after, fastest, 1, MULTIPROCESSORS) is None
+def test_what_it_refuses(p, q, num_slices, after):
+    assert pair_gradient_config(pair(p, q, num_slices, after)) is None
 
 
 def test_what_a_program_keeps_fits():
@@ -166,4 +172,4 @@ def test_what_a_program_keeps_fits():
         config = config_of(p, q, runs)
         tiles = config.stages * config.block_s * (p[0] * p[1] + q[0] * q[1])
         shared = 4 * (tiles + 4 * (p[0] * q[0] + p[1] * q[1])) + 1024
-        assert shared * -(-config.programs // MULTIPROCESSORS) <= 228 * 1024
+        assert shared * -(-config.programs // HOPPER.multiprocessors) <= 228 * 1024

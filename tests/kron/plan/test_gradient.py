@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastkron_py.kron.families import tile_gradients
+from fastkron_py.kron.families.tile import Figures
 from fastkron_py.kron.gradient_problem import Group, GroupProblem
 from fastkron_py.kron.plan.gradients import gradient_plan
 from fastkron_py.kron.plan.steps import DOT_SIDE
 from fastkron_py.kron.problem import contiguous_problem
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import ADA, HOPPER
 
 SHAPES = [
@@ -54,13 +56,13 @@ def group_of(shapes, rows, columns, dtype, group, gpu=HOPPER):
 
 def check_configs(problem):
     width, itemsize = tile_gradients.tile_width(problem), problem.itemsize
-    problem = replace(problem, shape=(3, *problem.shape[1:]))
+    problem, most = replace(problem, shape=(3, *problem.shape[1:])), figures(Figures, "tile", HOPPER)
     for config in tile_gradients.fused_configs(problem):
         tile, least = config.block_s * width, DOT_SIDE * width
         assert config.block_s & (config.block_s - 1) == 0
         assert tile <= max(tile_gradients.LARGEST_TILE, least)
         assert config.num_warps == 4 or tile > tile_gradients.TILE // max(1, itemsize // 4)
-        assert 1 <= config.programs <= max(1, math.ceil(tile_gradients.PROGRAMS_PER_SM[itemsize] * 132 / 3))
+        assert 1 <= config.programs <= max(1, math.ceil(most.gradient_programs[itemsize] * 132 / 3))
         a, b = problem.pads
         for sides, other, sums in ((a, b, config.sums[0]), (b, a, config.sums[1])):
             if sides == (1, 1):

@@ -13,7 +13,7 @@ from benchmarks.kron.programs import pretending
 from fastkron_py import host_time, kron_plan
 from fastkron_py.kron import planner
 from fastkron_py.kron.families import fragments, tile, torch_products
-from fastkron_py.kron.problem import HostWork, Offer, Problem, contiguous_problem
+from fastkron_py.kron.problem import Host, HostWork, Offer, Problem, contiguous_problem
 from fastkron_py.runtime import backend
 from fastkron_py.runtime.gpu import HOPPER
 
@@ -36,7 +36,7 @@ def test_a_caller_waits_less_than_for_the_plan_of_the_device(case: str) -> None:
     problem, eager = planned(shapes, rows, dtype, True)
     assert eager.host < device.host
     assert eager.seconds >= device.seconds
-    assert planner.time_of(problem, eager) < planner.WORTH_WAITING * planner.time_of(problem, device)
+    assert planner.time_of(problem, eager) < Host.of(problem.gpu).worth_waiting * planner.time_of(problem, device)
     assert all([launch.config != "copying" for launch in eager.launches])
 
 

@@ -10,7 +10,6 @@ from planning import DTYPES, planned
 
 from fastkron_py.kron.families.tile import (
     CHAIN_WIDTH,
-    MERGE_WIDTH,
     chain_configs,
     chain_shared_memory,
     is_chain,
@@ -18,6 +17,7 @@ from fastkron_py.kron.families.tile import (
     single_shared_memory,
 )
 from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.problem import Mode
 from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 
 GPUS = (AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)
@@ -38,7 +38,7 @@ def test_every_factor_is_multiplied_once_in_legal_launches(sizes, numbers, rows,
             assert step.p == math.prod(ps[step.start : step.stop])
             assert step.q == math.prod(qs[step.start : step.stop])
             if step.stop - step.start > 1:
-                assert parts * max(step.p, step.q) <= MERGE_WIDTH
+                assert parts * max(step.p, step.q) <= CHAIN_WIDTH
         if len(launch.steps) > 1:
             assert parts * max(max(s.p, s.q) for s in launch.steps) <= CHAIN_WIDTH
             assert is_chain(launch, itemsize, launch.stop == len(ps) and columns == 1)
@@ -61,7 +61,7 @@ def test_shrinking_launches_run_first():
 )
 def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, numbers, num_slices, gpu):
     itemsize, parts = numbers
-    for config in single_configs(parts * p, parts * q, itemsize, num_slices, gpu, parts):
+    for config in single_configs(Mode(1, num_slices, 1, parts * p, parts * q, itemsize, 1, gpu), parts):
         assert single_shared_memory(config, itemsize, parts) <= gpu.shared_memory
         for block in (config.block_s, config.block_p, config.block_q):
             assert block >= 16
@@ -79,7 +79,7 @@ def test_chain_tiles_give_every_dot_its_rows(p1, p2, numbers, num_slices, gpu):
     itemsize, parts = numbers
     launch = Launch((Step(0, 1, p1, p2, parts), Step(1, 2, p2, p1, parts)))
     assume(is_chain(launch, itemsize, True))
-    for config in chain_configs(launch, itemsize, num_slices, num_slices, gpu):
+    for config in chain_configs(launch, Mode(1, 1, num_slices, p1 * p2, p1 * p2, itemsize, 1, gpu), 1):
         assert chain_shared_memory(config, launch, itemsize) <= gpu.shared_memory
         first, last = launch.steps  # which runs first, beside modes of the first step's P
         assert config.block_s * min(first.p_pad, last.q_pad) >= 16
