@@ -29,17 +29,20 @@ CONTRACTS = {
     "values": "float16, bfloat16, float32, float64 and complex numbers as listed, on both backends, agree with the definition in float64",
     "gradients": "`torch.autograd.gradcheck` on both backends; a second backward pass gives the same",
     "second derivatives": "`torch.autograd.gradgradcheck`",
-    "jvp": "`torch.func.jvp`",
-    "vmap": "`torch.func.vmap` over all tensors, and over the first alone",
-    "opcheck": "`torch.library.opcheck` of each operator that the call uses",
+    "third derivatives": "of a loss of the result, against those of the definition",
+    "batches of gradients": "`torch.autograd.grad(is_grads_batched=True)`, also of gradients, and vectorized Jacobians in both modes",
+    "writes in place": "to the result or an argument before the backward pass, which raises or is right",
+    "jvp": "`torch.func.jvp`, and tangents of the incoming gradient of a recorded call",
+    "vmap": "`torch.func.vmap` over all tensors, and over the first alone; inside of `torch.compile`, too, with gradients",
+    "opcheck": "`torch.library.opcheck` of each operator that the call and its backward pass use",
     "compile": "`torch.compile(fullgraph=True)`, forward and backward",
-    "compile, any number of rows": "the same with `dynamic=True`, for another number of rows",
-    "export": "`torch.export.export`, saved, loaded, run on other tensors",
+    "compile, any number of rows": "the same with `dynamic=True`: one graph for all numbers of rows",
+    "export": "`torch.export.export`, saved, loaded, run on other tensors, of any number of rows",
     "export, strict": "the same with `strict=True`",
     "jit.trace": "`torch.jit.trace`, run on other tensors",
     "fake tensors": "under `FakeTensorMode`, before and after a real call; the real call stays right",
     "meta tensors": "tensors on the device meta give the result's shape, dtype and device",
-    "functionalize": "`torch.func.functionalize`, and a plain call afterwards",
+    "functionalize": "`torch.func.functionalize`, and a plain call afterwards; beside another transform it is right or refused",
     "default device": 'inside `torch.device("meta")`, and a plain call afterwards',
     "inference mode": "inside `torch.inference_mode()`, and a call with gradients afterwards",
     "autocast": "inside `torch.autocast` to bfloat16, twice",
@@ -180,9 +183,13 @@ EIGENVECTORS = {
     **{c: Unsupported(_READS, Exception, _DATA) for c in ("compile", "export", "export, strict", "fake tensors")},
 }
 NO_JVP = Unsupported("forward mode is not there", NotImplementedError, "jvp")
+OF_LOGDET = {"jvp": NO_JVP, "third derivatives": Unsupported("derivatives are of two orders", NotImplementedError, "the third are not")}
+FIRST_ORDER = Unsupported("derivatives by factors are of the first order", NotImplementedError, "none of the second")
 
 NO_GRADIENT = Unsupported("rounded values have no gradient")
-ROUNDED = {c: NO_GRADIENT for c in ("gradients", "second derivatives", "jvp")}
+ROUNDED = {
+    c: NO_GRADIENT for c in ("gradients", "second derivatives", "third derivatives", "batches of gradients", "writes in place", "jvp")
+}
 
 FUNCTIONS: list[Function] = [
     Function(
@@ -359,7 +366,7 @@ FUNCTIONS: list[Function] = [
         lambda f, g: torch.linalg.slogdet(reference.kron_dense([_spd(f), _spd(g)]) + 0.5 * _eye(12, f))[1],
         REAL,
         slack=10,
-        unsupported={**EIGENVECTORS, "jvp": NO_JVP},
+        unsupported={**EIGENVECTORS, **OF_LOGDET},
         rows=False,
         arrays=False,
     ),
@@ -372,7 +379,7 @@ FUNCTIONS: list[Function] = [
         slack=10,
         unsupported={
             **EIGENVECTORS,
-            "second derivatives": Unsupported("derivatives by factors are of the first order", NotImplementedError, "none of the second"),
+            **{c: FIRST_ORDER for c in ("second derivatives", "third derivatives", "batches of gradients")},
         },
         rows=False,
         arrays=False,
@@ -404,7 +411,7 @@ FUNCTIONS: list[Function] = [
         lambda f, g: torch.linalg.slogdet(_sum(_spd(f), _spd(g)))[1],
         REAL,
         slack=10,
-        unsupported={**EIGENVECTORS, "jvp": NO_JVP},
+        unsupported={**EIGENVECTORS, **OF_LOGDET},
         rows=False,
         arrays=False,
     ),
@@ -445,7 +452,7 @@ FUNCTIONS: list[Function] = [
         lambda *fs: torch.linalg.slogdet(_two_dense(fs))[1],
         REAL,
         slack=10,
-        unsupported={**EIGENVECTORS, "jvp": NO_JVP},
+        unsupported={**EIGENVECTORS, **OF_LOGDET},
         rows=False,
         arrays=False,
     ),
