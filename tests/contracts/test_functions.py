@@ -229,6 +229,13 @@ def test_vmap(function: Function) -> None:
         first_alone = torch.func.vmap(function.call, in_dims=(0, *[None] * (len(stacked) - 1)))(stacked[0], *several[0][1:])
         for i in range(3):
             check(function, first_alone[i], [several[i][0], *several[0][1:]])
+        if "gradients" not in function.unsupported:
+            stacked = [t.requires_grad_() for t in stacked]
+            y = torch.func.vmap(function.call)(*stacked)
+            dys = torch.randn_like(y)
+            found = torch.autograd.grad(y, stacked, dys)
+            for i, tensors in enumerate(several):
+                check_gradients(function, [g[i] for g in found], gradients_of(function, tensors, dys[i]))
 
 
 @every("gradients", lambda f: not {"vmap", "compile"} & f.unsupported.keys())
