@@ -7,6 +7,7 @@ theirs alone. docs/reference/contracts.md is made of this table by page.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +101,10 @@ class Function(NamedTuple):
     arrays: bool = True
     autocast: bool = True
     backends: Sequence[str] = ("torch", "triton")
+
+
+OfOperator = partial(Function, slack=10, rows=False, arrays=False)
+"""A method of a lazy operator, which solves or decomposes."""
 
 
 def _dense_modes(x: Tensor, f0: Tensor, f2: Tensor) -> Tensor:
@@ -328,61 +333,46 @@ FUNCTIONS: list[Function] = [
         (*HALF, *REAL, *COMPLEX),
         rows=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).solve(b)",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
         lambda b, f, g: KroneckerProduct([_regular(f), _regular(g)]).solve(b),
         lambda b, f, g: torch.linalg.solve(reference.kron_dense([_regular(f), _regular(g)]), b),
         (*REAL, *COMPLEX),
-        slack=10,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).logdet()",
         lambda draw: [draw(3, 3), draw(4, 4)],
         lambda f, g: KroneckerProduct([_spd(f), _spd(g)]).logdet(),
         lambda f, g: torch.linalg.slogdet(reference.kron_dense([_spd(f), _spd(g)]))[1],
         REAL,
-        slack=10,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).add_diagonal(s).solve(b)",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
         lambda b, f, g: KroneckerProduct([_spd(f), _spd(g)]).add_diagonal(0.5).solve(b),
         lambda b, f, g: torch.linalg.solve(reference.kron_dense([_spd(f), _spd(g)]) + 0.5 * _eye(12, f), b),
         (*REAL, *COMPLEX),
-        slack=10,
         unsupported=EIGENVECTORS,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).add_diagonal(s).logdet()",
         lambda draw: [draw(3, 3), draw(4, 4)],
         lambda f, g: KroneckerProduct([_spd(f), _spd(g)]).add_diagonal(0.5).logdet(),
         lambda f, g: torch.linalg.slogdet(reference.kron_dense([_spd(f), _spd(g)]) + 0.5 * _eye(12, f))[1],
         REAL,
-        slack=10,
         unsupported={**EIGENVECTORS, **OF_LOGDET},
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).apply_function(torch.exp) @ b",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
         lambda b, f, g: KroneckerProduct([_spd(f) / 4, _spd(g) / 4]).apply_function(torch.exp) @ b,
         lambda b, f, g: torch.linalg.matrix_exp(reference.kron_dense([_spd(f) / 4, _spd(g) / 4])) @ b,
         REAL,
-        slack=10,
         unsupported={
             **EIGENVECTORS,
             **{c: FIRST_ORDER for c in ("second derivatives", "third derivatives", "batches of gradients")},
         },
-        rows=False,
-        arrays=False,
     ),
     Function(
         "KroneckerSum(factors) @ b",
@@ -393,37 +383,28 @@ FUNCTIONS: list[Function] = [
         slack=4,
         rows=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerSum(factors).solve(b)",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
         lambda b, f, g: KroneckerSum([_regular(f), _regular(g)]).solve(b),
         lambda b, f, g: torch.linalg.solve(_sum(_regular(f), _regular(g)), b),
         (*REAL, *COMPLEX),
-        slack=10,
         unsupported=EIGENVECTORS,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerSum(factors).logdet()",
         lambda draw: [draw(3, 3), draw(4, 4)],
         lambda f, g: KroneckerSum([_spd(f), _spd(g)]).logdet(),
         lambda f, g: torch.linalg.slogdet(_sum(_spd(f), _spd(g)))[1],
         REAL,
-        slack=10,
         unsupported={**EIGENVECTORS, **OF_LOGDET},
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerSum(factors).expm_multiply(b)",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
         lambda b, f, g: KroneckerSum([f / 4, g / 4]).expm_multiply(b),
         lambda b, f, g: torch.linalg.matrix_exp(_sum(f / 4, g / 4)) @ b,
         (*REAL, *COMPLEX),
-        slack=10,
-        rows=False,
-        arrays=False,
     ),
     Function(
         "(K1 + K2) @ b",
@@ -434,44 +415,35 @@ FUNCTIONS: list[Function] = [
         slack=4,
         rows=False,
     ),
-    Function(
+    OfOperator(
         "(K1 + K2).solve(b)",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4), draw(3, 3), draw(4, 4)],
         lambda b, *fs: _two(fs).solve(b),
         lambda b, *fs: torch.linalg.solve(_two_dense(fs), b),
         (*REAL, *COMPLEX),
-        slack=10,
         unsupported=EIGENVECTORS,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "(K1 + K2).logdet()",
         lambda draw: [draw(3, 3), draw(4, 4), draw(3, 3), draw(4, 4)],
         lambda *fs: _two(fs).logdet(),
         lambda *fs: torch.linalg.slogdet(_two_dense(fs))[1],
         REAL,
-        slack=10,
         unsupported={**EIGENVECTORS, **OF_LOGDET},
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).masked(rows=, columns=).add_diagonal(s).inv_quad_logdet(b)",
         lambda draw: [draw(8), draw(3, 3), draw(4, 4)],
         lambda b, f, g: sum(_gaps(KroneckerProduct([_spd(f), _spd(g)])).inv_quad_logdet(b)),
         lambda b, f, g: _density(b, (reference.kron_dense([_spd(f), _spd(g)]) + 0.5 * _eye(12, f))[KEPT][:, KEPT]),
         REAL,
-        slack=10,
         unsupported={
             **{c: Unsupported(_CHECKED, Exception, _DATA) for c in ("compile", "export", "export, strict", "fake tensors")},
             "meta tensors": Unsupported(_CHECKED, RuntimeError, "meta tensors"),
             "default device": Unsupported("indices in a list are read where tensors are made by default", TypeError, "rows: expected"),
         },
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerSum(factors).solve(b, rcond=)",
         lambda draw: [draw(12, 2), draw(3, 4), draw(2, 3)],
         lambda b, f, g: KroneckerSum([_edges(f), _edges(g)]).solve(b, rcond=1e-5),
@@ -479,18 +451,14 @@ FUNCTIONS: list[Function] = [
         (*REAL, *COMPLEX),
         slack=100,
         unsupported=EIGENVECTORS,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).lstsq(b)",
         lambda draw: [draw(12, 2), draw(3, 2), draw(4, 3)],
         lambda b, f, g: KroneckerProduct([_tall(f), _tall(g)]).lstsq(b),
         lambda b, f, g: torch.linalg.pinv(reference.kron_dense([_tall(f), _tall(g)])) @ b,
         (*REAL, *COMPLEX),
         slack=100,
-        rows=False,
-        arrays=False,
     ),
     Function(
         "KroneckerProduct(factors)[rows]",
