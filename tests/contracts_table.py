@@ -28,7 +28,7 @@ Draw = Callable[..., Tensor]
 
 CONTRACTS = {
     "values": "float16, bfloat16, float32, float64 and complex numbers as listed, on both backends, agree with the definition in float64",
-    "gradients": "`torch.autograd.gradcheck` on both backends; a second backward pass gives the same",
+    "gradients": "`torch.autograd.gradcheck` on both backends; a second backward pass gives the same, and one for a tensor alone",
     "second derivatives": "`torch.autograd.gradgradcheck`",
     "third derivatives": "of a loss of the result, against those of the definition",
     "batches of gradients": "`torch.autograd.grad(is_grads_batched=True)`, also of gradients, and vectorized Jacobians in both modes",

@@ -98,6 +98,9 @@ def test_gradients(function: Function) -> None:
                 outcome.append(torch.autograd.grad(y.sum(), tensors))
             for first, second in zip(*outcome, strict=True):
                 assert_close(second, first)
+            for i, of_all in enumerate(outcome[0]):  # that of one tensor alone
+                alone = [t if i == j else t.detach() for j, t in enumerate(tensors)]
+                check_gradients(function, torch.autograd.grad(function.call(*alone).sum(), alone[i]), [of_all.cpu()])
 
 
 @every("second derivatives")
