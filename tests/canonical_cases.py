@@ -111,6 +111,16 @@ CASES = {
 }
 
 
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "expanded": lambda t: t[:, :1].expand(t.shape),
+    "every other": lambda t: t.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, ::2, ::2],
+    "reversed": lambda t: t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "offset": lambda t: torch.nn.functional.pad(t, (1, 2, 3, 1))[:, :, 3:-1, 1:-2],
+}
+"""Canonical tensors of the same values (expanded: of the first row's) that lie differently in memory."""
+
+
 def expected_gradients(dy, x, factors, alpha=1.0):
     """dx and each dF_i of ``alpha * x (F1 (x) ... (x) FN)``, in float64."""
     inputs = [in_double(t).requires_grad_() for t in (x, *factors)]

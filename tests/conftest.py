@@ -21,6 +21,7 @@ os.environ["FASTKRON_TUNING"] = "off"
 # Inductor finds compiled graphs by their operators' names, whatever their arguments are: each checkout has a cache of its own.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_fastkron_{zlib.crc32(__file__.encode()):08x}")
 
+import numpy as np
 import torch
 
 if not torch.cuda.is_available():
@@ -138,6 +139,12 @@ def seed(request: pytest.FixtureRequest) -> int:
     else:  # the above writes down the stack for each kind of device that is not there, and keeps it
         torch.default_generator.manual_seed(value)
     return value
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """NumPy's, of the test's own."""
+    return np.random.default_rng(seed)
 
 
 @pytest.fixture

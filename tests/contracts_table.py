@@ -7,6 +7,7 @@ theirs alone. docs/reference/contracts.md is made of this table by page.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,19 +28,22 @@ Draw = Callable[..., Tensor]
 
 CONTRACTS = {
     "values": "float16, bfloat16, float32, float64 and complex numbers as listed, on both backends, agree with the definition in float64",
-    "gradients": "`torch.autograd.gradcheck` on both backends; a second backward pass gives the same",
+    "gradients": "`torch.autograd.gradcheck` on both backends; a second backward pass gives the same, and one for a tensor alone",
     "second derivatives": "`torch.autograd.gradgradcheck`",
-    "jvp": "`torch.func.jvp`",
-    "vmap": "`torch.func.vmap` over all tensors, and over the first alone",
-    "opcheck": "`torch.library.opcheck` of each operator that the call uses",
+    "third derivatives": "of a loss of the result, against those of the definition",
+    "batches of gradients": "`torch.autograd.grad(is_grads_batched=True)`, also of gradients, and vectorized Jacobians in both modes",
+    "writes in place": "to the result or an argument before the backward pass, which raises or is right",
+    "jvp": "`torch.func.jvp`, and tangents of the incoming gradient of a recorded call",
+    "vmap": "`torch.func.vmap` over all tensors, and over the first alone; inside of `torch.compile`, too, with gradients",
+    "opcheck": "`torch.library.opcheck` of each operator that the call and its backward pass use",
     "compile": "`torch.compile(fullgraph=True)`, forward and backward",
-    "compile, any number of rows": "the same with `dynamic=True`, for another number of rows",
-    "export": "`torch.export.export`, saved, loaded, run on other tensors",
+    "compile, any number of rows": "the same with `dynamic=True`: one graph for all numbers of rows",
+    "export": "`torch.export.export`, saved, loaded, run on other tensors, of any number of rows",
     "export, strict": "the same with `strict=True`",
     "jit.trace": "`torch.jit.trace`, run on other tensors",
     "fake tensors": "under `FakeTensorMode`, before and after a real call; the real call stays right",
     "meta tensors": "tensors on the device meta give the result's shape, dtype and device",
-    "functionalize": "`torch.func.functionalize`, and a plain call afterwards",
+    "functionalize": "`torch.func.functionalize`, and a plain call afterwards; beside another transform it is right or refused",
     "default device": 'inside `torch.device("meta")`, and a plain call afterwards',
     "inference mode": "inside `torch.inference_mode()`, and a call with gradients afterwards",
     "autocast": "inside `torch.autocast` to bfloat16, twice",
@@ -97,6 +101,10 @@ class Function(NamedTuple):
     arrays: bool = True
     autocast: bool = True
     backends: Sequence[str] = ("torch", "triton")
+
+
+OfOperator = partial(Function, slack=10, rows=False, arrays=False)
+"""A method of a lazy operator, which solves or decomposes."""
 
 
 def _dense_modes(x: Tensor, f0: Tensor, f2: Tensor) -> Tensor:
@@ -180,9 +188,16 @@ EIGENVECTORS = {
     **{c: Unsupported(_READS, Exception, _DATA) for c in ("compile", "export", "export, strict", "fake tensors")},
 }
 NO_JVP = Unsupported("forward mode is not there", NotImplementedError, "jvp")
+OF_LOGDET = {
+    "jvp": NO_JVP,
+    "third derivatives": Unsupported("derivatives are of two orders", NotImplementedError, "logdet: .* the third are not"),
+}
+FIRST_ORDER = Unsupported("derivatives by factors are of the first order", NotImplementedError, "none of the second")
 
 NO_GRADIENT = Unsupported("rounded values have no gradient")
-ROUNDED = {c: NO_GRADIENT for c in ("gradients", "second derivatives", "jvp")}
+ROUNDED = {
+    c: NO_GRADIENT for c in ("gradients", "second derivatives", "third derivatives", "batches of gradients", "writes in place", "jvp")
+}
 
 FUNCTIONS: list[Function] = [
     Function(
@@ -321,61 +336,46 @@ FUNCTIONS: list[Function] = [
         (*HALF, *REAL, *COMPLEX),
         rows=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).solve(b)",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
         lambda b, f, g: KroneckerProduct([_regular(f), _regular(g)]).solve(b),
         lambda b, f, g: torch.linalg.solve(reference.kron_dense([_regular(f), _regular(g)]), b),
         (*REAL, *COMPLEX),
-        slack=10,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).logdet()",
         lambda draw: [draw(3, 3), draw(4, 4)],
         lambda f, g: KroneckerProduct([_spd(f), _spd(g)]).logdet(),
         lambda f, g: torch.linalg.slogdet(reference.kron_dense([_spd(f), _spd(g)]))[1],
         REAL,
-        slack=10,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).add_diagonal(s).solve(b)",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
         lambda b, f, g: KroneckerProduct([_spd(f), _spd(g)]).add_diagonal(0.5).solve(b),
         lambda b, f, g: torch.linalg.solve(reference.kron_dense([_spd(f), _spd(g)]) + 0.5 * _eye(12, f), b),
         (*REAL, *COMPLEX),
-        slack=10,
         unsupported=EIGENVECTORS,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).add_diagonal(s).logdet()",
         lambda draw: [draw(3, 3), draw(4, 4)],
         lambda f, g: KroneckerProduct([_spd(f), _spd(g)]).add_diagonal(0.5).logdet(),
         lambda f, g: torch.linalg.slogdet(reference.kron_dense([_spd(f), _spd(g)]) + 0.5 * _eye(12, f))[1],
         REAL,
-        slack=10,
-        unsupported={**EIGENVECTORS, "jvp": NO_JVP},
-        rows=False,
-        arrays=False,
+        unsupported={**EIGENVECTORS, **OF_LOGDET},
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).apply_function(torch.exp) @ b",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
         lambda b, f, g: KroneckerProduct([_spd(f) / 4, _spd(g) / 4]).apply_function(torch.exp) @ b,
         lambda b, f, g: torch.linalg.matrix_exp(reference.kron_dense([_spd(f) / 4, _spd(g) / 4])) @ b,
         REAL,
-        slack=10,
         unsupported={
             **EIGENVECTORS,
-            "second derivatives": Unsupported("derivatives by factors are of the first order", NotImplementedError, "none of the second"),
+            **{c: FIRST_ORDER for c in ("second derivatives", "third derivatives", "batches of gradients")},
         },
-        rows=False,
-        arrays=False,
     ),
     Function(
         "KroneckerSum(factors) @ b",
@@ -386,37 +386,28 @@ FUNCTIONS: list[Function] = [
         slack=4,
         rows=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerSum(factors).solve(b)",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
         lambda b, f, g: KroneckerSum([_regular(f), _regular(g)]).solve(b),
         lambda b, f, g: torch.linalg.solve(_sum(_regular(f), _regular(g)), b),
         (*REAL, *COMPLEX),
-        slack=10,
         unsupported=EIGENVECTORS,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerSum(factors).logdet()",
         lambda draw: [draw(3, 3), draw(4, 4)],
         lambda f, g: KroneckerSum([_spd(f), _spd(g)]).logdet(),
         lambda f, g: torch.linalg.slogdet(_sum(_spd(f), _spd(g)))[1],
         REAL,
-        slack=10,
-        unsupported={**EIGENVECTORS, "jvp": NO_JVP},
-        rows=False,
-        arrays=False,
+        unsupported={**EIGENVECTORS, **OF_LOGDET},
     ),
-    Function(
+    OfOperator(
         "KroneckerSum(factors).expm_multiply(b)",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
         lambda b, f, g: KroneckerSum([f / 4, g / 4]).expm_multiply(b),
         lambda b, f, g: torch.linalg.matrix_exp(_sum(f / 4, g / 4)) @ b,
         (*REAL, *COMPLEX),
-        slack=10,
-        rows=False,
-        arrays=False,
     ),
     Function(
         "(K1 + K2) @ b",
@@ -427,44 +418,35 @@ FUNCTIONS: list[Function] = [
         slack=4,
         rows=False,
     ),
-    Function(
+    OfOperator(
         "(K1 + K2).solve(b)",
         lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4), draw(3, 3), draw(4, 4)],
         lambda b, *fs: _two(fs).solve(b),
         lambda b, *fs: torch.linalg.solve(_two_dense(fs), b),
         (*REAL, *COMPLEX),
-        slack=10,
         unsupported=EIGENVECTORS,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "(K1 + K2).logdet()",
         lambda draw: [draw(3, 3), draw(4, 4), draw(3, 3), draw(4, 4)],
         lambda *fs: _two(fs).logdet(),
         lambda *fs: torch.linalg.slogdet(_two_dense(fs))[1],
         REAL,
-        slack=10,
-        unsupported={**EIGENVECTORS, "jvp": NO_JVP},
-        rows=False,
-        arrays=False,
+        unsupported={**EIGENVECTORS, **OF_LOGDET},
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).masked(rows=, columns=).add_diagonal(s).inv_quad_logdet(b)",
         lambda draw: [draw(8), draw(3, 3), draw(4, 4)],
         lambda b, f, g: sum(_gaps(KroneckerProduct([_spd(f), _spd(g)])).inv_quad_logdet(b)),
         lambda b, f, g: _density(b, (reference.kron_dense([_spd(f), _spd(g)]) + 0.5 * _eye(12, f))[KEPT][:, KEPT]),
         REAL,
-        slack=10,
         unsupported={
             **{c: Unsupported(_CHECKED, Exception, _DATA) for c in ("compile", "export", "export, strict", "fake tensors")},
             "meta tensors": Unsupported(_CHECKED, RuntimeError, "meta tensors"),
             "default device": Unsupported("indices in a list are read where tensors are made by default", TypeError, "rows: expected"),
         },
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerSum(factors).solve(b, rcond=)",
         lambda draw: [draw(12, 2), draw(3, 4), draw(2, 3)],
         lambda b, f, g: KroneckerSum([_edges(f), _edges(g)]).solve(b, rcond=1e-5),
@@ -472,18 +454,14 @@ FUNCTIONS: list[Function] = [
         (*REAL, *COMPLEX),
         slack=100,
         unsupported=EIGENVECTORS,
-        rows=False,
-        arrays=False,
     ),
-    Function(
+    OfOperator(
         "KroneckerProduct(factors).lstsq(b)",
         lambda draw: [draw(12, 2), draw(3, 2), draw(4, 3)],
         lambda b, f, g: KroneckerProduct([_tall(f), _tall(g)]).lstsq(b),
         lambda b, f, g: torch.linalg.pinv(reference.kron_dense([_tall(f), _tall(g)])) @ b,
         (*REAL, *COMPLEX),
         slack=100,
-        rows=False,
-        arrays=False,
     ),
     Function(
         "KroneckerProduct(factors)[rows]",

@@ -50,7 +50,7 @@ KRON = (
     "tests/kron/test_forward.py",
     "tests/kron/test_backward.py",
 )
-DERIVED = (KRON_CONTRACTS, "tests/kron/test_deep_derivatives.py", "tests/kron/test_gradients.py", "tests/kron/test_transforms.py")
+DERIVED = (KRON_CONTRACTS, "tests/kron/test_gradients.py", "tests/kron/test_transforms.py")
 COMPLEX = (KRON_CONTRACTS, "tests/kron/test_complex.py", "tests/kron/test_matmul.py")
 VERBS = ("tests/runtime/test_other_calls.py",)
 CACHED = (

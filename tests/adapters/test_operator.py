@@ -10,7 +10,6 @@ import pytest
 import torch
 from adapter_cases import CASES, LoKrCase, leaves_of, lokr_problem
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import fastkron_py
 from fastkron_py import lokr_linear
@@ -91,21 +90,6 @@ def test_autocast_rounds_no_second_derivative(plans: None, device: torch.device,
 
     for got, want in zip(second(True), second(False), strict=True):
         torch.testing.assert_close(got, want)
-
-
-def test_forward_mode_through_a_backward_pass(plans: None, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    """Of a product that was recorded outside of it: a tangent of dy reaches the gradients, which are linear in dy."""
-    for case in [CASES[0], *PAIRS]:
-        x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
-        leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
-        y = lokr_linear(x, w1, w2, base=base, scale=0.5)
-        dy, tangent = torch.randn(2, *y.shape, generator=generator, dtype=torch.float64).to(device)
-        want = torch.autograd.grad(y, leaves, tangent, retain_graph=True)
-        with forward_ad.dual_level():
-            found = torch.autograd.grad(y, leaves, forward_ad.make_dual(dy, tangent))
-            tangents = [forward_ad.unpack_dual(g).tangent for g in found]
-        for got, w in zip(tangents, want, strict=True):
-            torch.testing.assert_close(got, w)
 
 
 def test_a_pair_is_multiplied_out_in_the_precision_that_is_asked_for(

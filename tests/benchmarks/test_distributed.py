@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-
 import fastkron_py
 from benchmarks.distributed import jobs as distributed
 from benchmarks.distributed.ranks import make, scalings

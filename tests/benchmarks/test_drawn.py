@@ -13,8 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-
 from benchmarks import distribution, registry
 from benchmarks.__main__ import main
 from benchmarks.kron import drawn

@@ -15,8 +15,6 @@ import pytest
 import torch
 from rich.console import Console
 
-pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-
 from benchmarks.__main__ import main
 from benchmarks.eager import calls, problems, row_counts
 from benchmarks.registry import Draw, registered

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torchvision_import import import_torchvision
 
-pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 pytest.importorskip("transformers", reason="the extra llm is not installed")
 
 from benchmarks import runner, training

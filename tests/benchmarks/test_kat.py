@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torchvision_import import import_torchvision
 
-pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-
 from benchmarks import runner
 from benchmarks.rational import kat
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-
 from benchmarks.adapters import batched
 from benchmarks.adapters.lokr import ANY_RESULT, case, check, check_gradients, contenders, inputs, without_lycoris
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 from canonical_cases import watch_kernels
 
-pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-
 from benchmarks.kron.modes import error_of, inputs_of
 from benchmarks.registry import registered
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-
-pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
 from benchmarks.kron.programs import pretending, program_of
 from fastkron_py.runtime import device as devices

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-
 from benchmarks.rational import activations as benchmark
 from benchmarks.rational import cpu as rational_cpu
 from benchmarks.rational import layers as rational_layers

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-
 from benchmarks import markdown, ratios, report, timing
 from benchmarks.catalogue import all_benchmarks
 from benchmarks.kron.figures import FASTKRON, SQUARE, SQUARE_H200

@@ -14,8 +14,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-
 import fastkron_py
 from benchmarks import registry, runner
 from benchmarks.__main__ import main

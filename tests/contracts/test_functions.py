@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ import pytest
 import torch
 from contracts_table import FUNCTIONS, Function
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd.functional import jacobian
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import fastkron_py
 from fastkron_py.testing import assert_close, tolerances
@@ -94,12 +98,95 @@ def test_gradients(function: Function) -> None:
                 outcome.append(torch.autograd.grad(y.sum(), tensors))
             for first, second in zip(*outcome, strict=True):
                 assert_close(second, first)
+            for i, of_all in enumerate(outcome[0]):  # that of one tensor alone
+                alone = [t if i == j else t.detach() for j, t in enumerate(tensors)]
+                check_gradients(function, torch.autograd.grad(function.call(*alone).sum(), alone[i]), [of_all.cpu()])
 
 
 @every("second derivatives")
 def test_second_derivatives(function: Function) -> None:
     with supported(function, "second derivatives"):
         gradgradcheck(function.call, wanted(function), fast_mode=True)
+
+
+@every("third derivatives")
+def test_third_derivatives(function: Function) -> None:
+    """The incoming gradient is a function of the tensors, too: gradgradcheck, for which it is not, sees no path that is counted twice."""
+    tensors = draw(function, torch.float64)
+
+    def derivatives(call: Callable[..., Tensor], device: torch.device) -> list[Tensor]:
+        leaves = [t.to(device).requires_grad_() for t in tensors]
+        found = [call(*leaves)]
+        for order in range(3):
+            total = torch.stack([t.square().sum() for t in found]).sum()
+            found = list(torch.autograd.grad(total, leaves, create_graph=order < 2))
+        return found
+
+    with supported(function, "third derivatives"):
+        expected = derivatives(function.definition, torch.device("cpu"))
+        for mine, theirs in zip(derivatives(function.call, DEVICE), expected, strict=True):
+            # Each order squares what its errors are relative to; a path that is left out or counted twice shows in the first digit.
+            assert float((mine.cpu() - theirs).norm() / theirs.norm()) < 1e-9 * function.slack
+
+
+def gradients_of(function: Function, tensors: list[Tensor], dy: Tensor) -> list[Tensor]:
+    """By the definition."""
+    leaves = [t.detach().cpu().requires_grad_() for t in tensors]
+    return list(torch.autograd.grad(function.definition(*leaves), leaves, dy.cpu()))
+
+
+def check_gradients(function: Function, actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert_close(mine.cpu(), theirs, rms_tol=1e-11 * function.slack, max_tol=1e-10 * function.slack)
+
+
+@every("writes in place")
+def test_writes_in_place(function: Function) -> None:
+    for backend in function.backends:
+        with fastkron_py.backend(backend):
+            for changed in range(len(draw(function, torch.float64)) + 1):
+                leaves = wanted(function)
+                given = [t * 1 for t in leaves]
+                y = function.call(*given)
+                dy = torch.randn_like(y)
+                expected = gradients_of(function, leaves, dy)
+                if changed == len(given):
+                    y, dy = y.mul_(2), dy / 2
+                else:
+                    given[changed].mul_(2)
+                try:
+                    found = torch.autograd.grad(y, leaves, dy)
+                except RuntimeError as error:
+                    if not re.search("modified (by an )?inplace", str(error)):
+                        raise
+                    continue
+                check_gradients(function, found, expected)
+
+
+@every("batches of gradients")
+def test_batches_of_gradients(function: Function) -> None:
+    options: dict[str, Any] = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+
+    def check_batches(y: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        dys = torch.randn(2, *y.shape, dtype=y.dtype, device=y.device)
+        one_by_one = [torch.autograd.grad(y, tensors, dy, **options) for dy in dys]
+        found = torch.autograd.grad(y, tensors, dys, is_grads_batched=True, **options)
+        check_gradients(function, found, [torch.stack(gs).cpu() for gs in zip(*one_by_one, strict=True)])
+        return found
+
+    with supported(function, "batches of gradients"):
+        for backend in function.backends:
+            with fastkron_py.backend(backend):
+                for _ in range(2):  # the second call is a kept one
+                    tensors = wanted(function)
+                    first = check_batches(function.call(*tensors).sin(), tensors)
+                    check_batches(torch.stack([f.square().sum() for f in first]), tensors)
+        tensors = draw(function, torch.float64)
+        expected = jacobian(lambda *t: function.definition(*t).sin(), tuple(t.cpu() for t in tensors))
+        # Where solves take eigenvectors, derivatives are in forward mode already, which torch does not nest.
+        for strategy in ("reverse-mode", "forward-mode") if "vmap" not in function.unsupported else ("reverse-mode",):
+            found = jacobian(lambda *t: function.call(*t).sin(), tuple(tensors), vectorize=True, strategy=strategy)
+            check_gradients(function, found, expected)
 
 
 @every("jvp")
@@ -114,6 +201,26 @@ def test_jvp(function: Function) -> None:
         assert_close(tangent.cpu(), expected, rms_tol=1e-12 * function.slack, max_tol=1e-11 * function.slack)
 
 
+@every("gradients")
+def test_tangents_of_incoming_gradients(function: Function) -> None:
+    """Of a call that was recorded outside of forward mode: its gradients are linear in the incoming one."""
+    for backend in function.backends:
+        tensors = wanted(function)
+        with fastkron_py.backend(backend):
+            y = function.call(*tensors)
+            dy, tangent = torch.randn(2, *y.shape, dtype=y.dtype, device=y.device)
+            expected = torch.autograd.grad(y, tensors, tangent, retain_graph=True)
+            with forward_ad.dual_level():
+                try:
+                    found = torch.autograd.grad(y, tensors, forward_ad.make_dual(dy, tangent))
+                except (NotImplementedError, RuntimeError) as error:
+                    if not re.search("aten::silu_backward|Nested forward mode|must implement the jvp", str(error)):
+                        raise
+                    continue
+                tangents = [forward_ad.unpack_dual(g).tangent for g in found]
+            check_gradients(function, tangents, [e.cpu() for e in expected])
+
+
 @every("vmap")
 def test_vmap(function: Function) -> None:
     several = [draw(function, torch.float64) for _ in range(3)]
@@ -125,6 +232,35 @@ def test_vmap(function: Function) -> None:
         first_alone = torch.func.vmap(function.call, in_dims=(0, *[None] * (len(stacked) - 1)))(stacked[0], *several[0][1:])
         for i in range(3):
             check(function, first_alone[i], [several[i][0], *several[0][1:]])
+        if "gradients" not in function.unsupported:
+            stacked = [t.requires_grad_() for t in stacked]
+            y = torch.func.vmap(function.call)(*stacked)
+            dys = torch.randn_like(y)
+            found = torch.autograd.grad(y, stacked, dys)
+            for i, tensors in enumerate(several):
+                check_gradients(function, [g[i] for g in found], gradients_of(function, tensors, dys[i]))
+
+
+@every("gradients", lambda f: not {"vmap", "compile"} & f.unsupported.keys())
+def test_compiled_vmap(function: Function) -> None:
+    """Inside of a graph the operators' own rules serve, and in its backward pass those of their gradients."""
+    several = [wanted(function) for _ in range(2)]
+    stacked = [torch.stack(ts).detach().requires_grad_() for ts in zip(*several, strict=True)]
+
+    def both(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        first = torch.vmap(function.call, (0, *[None] * (len(tensors) - 1)))(tensors[0], *[t[0] for t in tensors[1:]])
+        return torch.vmap(function.call)(*tensors), first
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's own, of batched tensors
+        of_all, of_first = torch.compile(both, fullgraph=True, backend="aot_eager")(*stacked)
+    dys = torch.randn_like(of_all)
+    found = torch.autograd.grad(of_all, stacked, dys)
+    for i, tensors in enumerate(several):
+        check(function, of_all[i].detach(), tensors)
+        check(function, of_first[i].detach(), [tensors[0], *several[0][1:]])
+        check_gradients(function, [g[i] for g in found], gradients_of(function, tensors, dys[i]))
 
 
 class _Recorder(TorchDispatchMode):
@@ -136,17 +272,25 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fastkron":
-            self.calls.append((func, args, kwargs or {}))
+            leaves = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs or {}))
+            self.calls.append((func, *leaves))
         return func(*args, **(kwargs or {}))
+
+
+def operator_calls(function: Function) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The library's operators that a call and its backward pass take."""
+    with _Recorder() as recorder:
+        tensors = wanted(function)
+        y = function.call(*tensors)
+        if y.requires_grad:
+            torch.autograd.grad(y.square().sum(), tensors)
+    return recorder.calls
 
 
 @every("opcheck")
 def test_opcheck(function: Function) -> None:
     with supported(function, "opcheck"):
-        recorder = _Recorder()
-        with recorder:
-            function.call(*draw(function, torch.float64))
-        for func, args, kwargs in recorder.calls:
+        for func, args, kwargs in operator_calls(function):
             torch.library.opcheck(func, args, kwargs)
 
 
@@ -168,10 +312,19 @@ def test_compile(function: Function) -> None:
 def test_compile_dynamic(function: Function) -> None:
     with supported(function, "compile, any number of rows"):
         torch._dynamo.reset()
-        compiled = torch.compile(function.call, fullgraph=True, backend="aot_eager", dynamic=True)
-        for count in (6, 9):
-            tensors = more_rows(draw(function, torch.float64), count)
-            check(function, compiled(*tensors), tensors)
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(function.call, fullgraph=True, backend=counter, dynamic=True)
+        compilations = []  # Dynamo may restart within the first one
+        for count in (6, 9, 2, 17):
+            tensors = more_rows(wanted(function), count)
+            tensors = [t.detach().requires_grad_("gradients" not in function.unsupported) for t in tensors]
+            y = compiled(*tensors)
+            check(function, y, tensors)
+            if y.requires_grad:
+                dy = torch.randn_like(y)
+                check_gradients(function, torch.autograd.grad(y, tensors, dy), gradients_of(function, tensors, dy))
+            compilations.append(counter.frame_count)
+        assert len(set(compilations)) == 1
 
 
 def more_rows(tensors: list[Tensor], count: int) -> list[Tensor]:
@@ -202,12 +355,19 @@ def test_strict_export(function: Function) -> None:
 def check_export(function: Function, contract: str, strict: bool) -> None:
     """Export, save, load and run on other tensors."""
     with supported(function, contract):
-        program = torch.export.export(_Module(function.call), tuple(draw(function, torch.float64)), strict=strict)
+        tensors = draw(function, torch.float64)
+        rows = torch.export.Dim("rows", min=2, max=20)  # where plans depend on the number, one holds for some numbers
+        any_rows = function.rows and not strict
+        shapes = tuple([{0: rows} if any_rows and t.ndim > 1 and t.shape[0] == 6 else None for t in tensors])
+        program = torch.export.export(_Module(function.call), tuple(tensors), strict=strict, dynamic_shapes=(shapes,))
         file = io.BytesIO()
         torch.export.save(program, file)
         file.seek(0)
-        tensors = draw(function, torch.float64)
-        check(function, torch.export.load(file).module()(*tensors), tensors)
+        exported = torch.export.load(file).module()
+        for count in (6, 9, 2) if any_rows else (6,):
+            tensors = draw(function, torch.float64)
+            tensors = tensors if count == 6 else more_rows(tensors, count)
+            check(function, exported(*tensors), tensors)
 
 
 @every("jit.trace")
@@ -250,6 +410,34 @@ def test_functionalize(function: Function) -> None:
     with supported(function, "functionalize"):
         check(function, torch.func.functionalize(function.call)(*tensors), tensors)
         check(function, function.call(*tensors), tensors)
+
+
+@every("functionalize", lambda f: "gradients" not in f.unsupported and "functionalize" not in f.unsupported)
+def test_functionalize_beside_other_transforms(function: Function) -> None:
+    """It works, or says that it does not: the operator of torch's dispatcher would lose a tangent."""
+    x, *rest = draw(function, torch.float64)
+
+    def call(x: Tensor) -> Tensor:
+        y: Tensor = function.call(x, *rest)
+        return y
+
+    def gradient(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return torch.func.grad(lambda x: call(x).square().sum())
+
+    def tangent(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.func.jvp(call, (x,), (x,))[1]
+
+    functionalize = torch.func.functionalize
+    for transform in (gradient, tangent, lambda call: torch.vmap(call, in_dims=0)) if "jvp" not in function.unsupported else (gradient,):
+        given = torch.stack([x, -x]) if transform not in (gradient, tangent) else x
+        for both in (lambda: functionalize(transform(call))(given), lambda: transform(functionalize(call))(given)):  # noqa: B023
+            try:
+                found = both()
+            except (NotImplementedError, RuntimeError) as error:
+                if "functionalize" not in str(error).lower():
+                    raise
+            else:
+                assert_close(found, transform(call)(given), rms_tol=1e-11 * function.slack, max_tol=1e-10 * function.slack)
 
 
 @every("default device")

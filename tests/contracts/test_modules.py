@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastkron_py.nn import GRKAN, KAN, GatedMLP, GroupRational, LoKrConv2d, LoKrLinear, PolyKANConv2d, PolyKANLinear, SplineKANLinear
 from fastkron_py.testing import assert_close
@@ -53,6 +56,7 @@ LAYERS: dict[str, Layer] = {
         (5, 8),
         (lambda **o: GatedMLP(8, 6, activation="gelu", **o), lambda **o: GatedMLP(8, 6, layout="stacked", **o)),
     ),
+    "GatedMLP, stacked, recomputing": Layer(lambda **o: GatedMLP(8, 6, layout="stacked", backward="recompute", **o), (2, 3, 8)),
     "LoKrLinear": Layer(_lokr, (5, 12), (lambda **o: _merged(_lokr(**o)),)),
     "LoKrLinear, merged": Layer(lambda **o: _merged(_lokr(**o)), (5, 12), (_lokr,)),
     "LoKrConv2d": Layer(_conv, (2, 4, 6, 5), (lambda **o: _merged(_conv(**o)),)),
@@ -61,6 +65,7 @@ LAYERS: dict[str, Layer] = {
         (5, 6),
         (lambda **o: PolyKANLinear(6, 5, 4, "legendre", **o), lambda **o: PolyKANLinear(6, 5, 4, normalization="clamp", **o)),
     ),
+    "PolyKANLinear in a range": Layer(lambda **o: PolyKANLinear(6, 5, 5, "bspline", bias=True, **o), (5, 6)),
     "KAN": Layer(lambda **o: KAN([6, 4, 3], 4, **o), (5, 6), (lambda **o: KAN([6, 4, 3], 4, "hermite", **o),)),
     "PolyKANConv2d": Layer(
         lambda **o: PolyKANConv2d(3, 4, 3, 3, **o), (2, 3, 6, 5), (lambda **o: PolyKANConv2d(3, 4, 3, 3, "hermite", **o),)
@@ -157,14 +162,73 @@ def test_compiled(name: str) -> None:
 
 
 @every
+@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_compiled_once_for_all_batches(name: str, training: bool) -> None:
+    module, x = made(name)
+    module.train(training)(x)  # with a range, where it has one
+    other = copy.deepcopy(module)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter, dynamic=True)
+    compilations = []  # Dynamo may restart within the first one
+    for rows in (2, 5, 17):
+        x = torch.randn(rows, *x.shape[1:], dtype=x.dtype, device=x.device)
+        for mine, theirs in zip([compiled(x), *gradients(compiled, x)], [other(x), *gradients(other, x)], strict=True):
+            assert_close(mine, theirs, rms_tol=1e-12, max_tol=1e-11)
+        compilations.append(counter.frame_count)
+    assert len(set(compilations)) == 1
+    for mine, theirs in zip(module.buffers(), other.buffers(), strict=True):
+        assert_close(mine, theirs)
+
+
+def empty(module: nn.Module) -> nn.Module:
+    """Full of NaN."""
+    with torch.no_grad():
+        for t in (*module.parameters(), *module.buffers()):
+            t.fill_(math.nan)
+    return module
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "merged" not in name])
+def test_made_without_memory(name: str) -> None:
+    """On the device meta, by argument or context, or of fake tensors; then given memory, and initialised or loaded."""
+    real, x = made(name)
+    make = LAYERS[name].make
+    with torch.device("meta"):
+        by_context = make(dtype=torch.float64)
+    with FakeTensorMode():
+        fake = make(dtype=torch.float64)
+        shape = fake(torch.empty(x.shape, dtype=x.dtype)).shape
+    assert shape == real(x).shape
+    for made_so in (make(dtype=torch.float64, device="meta"), by_context):
+        assert made_so(x.to("meta")).is_meta
+        loaded = empty(made_so.to_empty(device=DEVICE))
+        loaded.load_state_dict(real.state_dict())
+        assert torch.equal(loaded.eval()(x), real(x))
+        if "LoKr" not in name:  # whose alpha comes with a state or a call
+            for module in empty(loaded).modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+            assert bool(loaded(x).isfinite().all())
+    fake.load_state_dict(real.state_dict(), assign=True)
+    assert torch.equal(fake.eval()(x), real(x))
+    assert bool(make(dtype=torch.float64).to(DEVICE)(x).isfinite().all())  # nothing fake was kept for later
+
+
+@every
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported(name: str, strict: bool) -> None:
     module, x = made(name)
-    program = torch.export.export(module, (torch.randn_like(x),), strict=strict)
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    assert_close(torch.export.load(file).module()(x), module(x))
+    for training in (False, True):
+        module.train(training)(x)
+        program = torch.export.export(module, (torch.randn_like(x),), strict=strict)
+        # Which torch.export.save refuses, depending on what the process has traced before.
+        regions = [node for node in program.graph.nodes if "set_grad_enabled" in str(node.target)]
+        assert all(node.users for node in regions)
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        assert_close(torch.export.load(file).module()(x), module(x))
 
 
 @every
@@ -173,8 +237,12 @@ def test_traced(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of jit
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of checks on sizes, which are constants of a trace
-        traced = torch.jit.trace(module, (torch.randn_like(x),))
-    assert_close(traced(x), module(x))
+        for trains in (True, False):
+            with torch.set_grad_enabled(trains):  # torch traces again without gradients, and compares the graphs
+                traced = torch.jit.trace(module, (torch.randn_like(x),))
+            assert_close(traced(x), module(x))
+            for mine, theirs in zip(gradients(traced, x), gradients(module, x), strict=True):
+                assert_close(mine, theirs, rms_tol=1e-12, max_tol=1e-11)
 
 
 @every

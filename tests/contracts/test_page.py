@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import sys
 import textwrap
 from pathlib import Path
@@ -24,7 +25,7 @@ def page() -> str:
     """The text of the page."""
     notes: dict[str, int] = {}
     lines = [HEAD, "## Contracts", "", "| | name | what is checked |", "| --- | --- | --- |"]
-    letters = dict(zip(CONTRACTS, "ABCDEFGHIJKLMNOPQRSTUVWXYZ", strict=False))
+    letters = dict(zip(CONTRACTS, string.ascii_uppercase + string.ascii_lowercase, strict=False))
     lines += [f"| {letters[c]} | {c} | {text} |" for c, text in CONTRACTS.items()]
     lines += ["", "## Functions", "", "| function | dtypes | " + " | ".join(letters.values()) + " |", "| --- " * (len(letters) + 2) + "|"]
     for f in FUNCTIONS:

@@ -214,22 +214,6 @@ def test_bias(backend_name: str, device: torch.device, generator: torch.Generato
             assert_close(db, pack(reference[3], reference[4], layout), rms_tol=2e-6, max_tol=1e-5)
 
 
-def test_frozen_arguments_are_skipped(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, up, gate, dy = problem(6, 8, 8, torch.float32, device, generator)
-    weight = pack(up, gate, "interleaved")
-    reference = expected_gradients(x, up, gate, dy, "silu")
-    y = gated_linear(x.requires_grad_(), weight)
-    y.backward(dy)
-    assert_close(x.grad, reference[1], rms_tol=2e-6, max_tol=1e-5)
-    assert weight.grad is None
-    y = gated_linear(x.detach(), weight.requires_grad_())
-    y.backward(dy)
-    y = gated_linear(x.detach(), weight)  # accumulated
-    y.backward(dy)
-    assert weight.grad is not None
-    assert_close(weight.grad, pack(2 * reference[2], 2 * reference[3], "interleaved"), rms_tol=2e-6, max_tol=1e-5)
-
-
 def test_empty(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     for shape, layout in product([(0, 4, 3), (5, 0, 3), (5, 4, 0)], LAYOUTS):
         rows, hidden, depth = shape

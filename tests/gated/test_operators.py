@@ -19,9 +19,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*TensorFloat32 tensor cores.*:UserWarning",
 )
 
-FORWARD = torch.ops.fastkron.gated_linear.default
-SAVING = torch.ops.fastkron.gated_linear_saving.default
-BACKWARD = torch.ops.fastkron.gated_linear_backward.default
 BACKWARDS = ("save", "recompute")
 
 
@@ -44,22 +41,6 @@ def test_gradcheck(activation: str, device: torch.device, generator: torch.Gener
         assert torch.autograd.gradgradcheck(call, (x, weight, bias), fast_mode=True)
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_vmap_over_a_backward_pass(backward: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    """Several gradients of one result at once: nothing that the others read is overwritten."""
-    x, weight, _, dy = sample(device, generator, "stacked", torch.float32)
-    y = gated_linear(x, weight, layout="stacked", backward=backward)
-    dys = torch.stack([dy, 2 * dy, -dy])
-
-    def gradients(dy: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
-
-    for found in (torch.func.vmap(gradients)(dys), torch.autograd.grad(y, (x, weight), dys, is_grads_batched=True)):
-        for i, each in enumerate(dys):
-            for mine, alone in zip(found, torch.autograd.grad(gated_linear(x, weight, layout="stacked"), (x, weight), each), strict=True):
-                assert_close(mine[i], alone)
-
-
 @pytest.mark.parametrize("backward", ["save", "recompute"])
 def test_forward_mode_through_a_backward_pass(backward: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     """Of a layer that was recorded outside of it: a tangent of dy reaches the gradients, which are linear in dy."""
@@ -74,23 +55,3 @@ def test_forward_mode_through_a_backward_pass(backward: str, backend_name: str, 
             tangents = [forward_ad.unpack_dual(g).tangent for g in found]
         for got, w in zip(tangents, want, strict=True):
             assert_close(got, w.double(), rms_tol=2e-6, max_tol=1e-5)
-
-
-def test_vmap_of_the_operators(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    """The rules that a compiled graph uses."""
-    x, weight, bias, dy = (t.detach() for t in sample(device, generator, "stacked", torch.float32))
-    options = ("silu", "stacked", "highest", backend_name)
-    rest, needs = (None, bias, None, None), (True, True, False, True, False, False)
-    xs, ws, dys = (torch.stack([t, 2 * t]) for t in (x, weight, dy))
-    for dims in ((0, None), (None, 0), (0, 0)):
-        arguments = [a if d is None else s for a, s, d in zip((x, weight), (xs, ws), dims, strict=True)]
-        y = torch.vmap(lambda a, b: FORWARD(a, b, *rest, *options), in_dims=dims)(*arguments)
-        saved = torch.vmap(lambda a, b: SAVING(a, b, *rest, *options), in_dims=dims)(*arguments)
-        found = torch.vmap(lambda a, b, g: BACKWARD(g, a, b, *rest, None, *needs, *options), in_dims=(*dims, 0))(*arguments, dys)
-        for i in range(2):
-            a, b = (t if d is None else t[i] for t, d in zip(arguments, dims, strict=True))
-            assert_close(y[i], FORWARD(a, b, *rest, *options))
-            for mine, alone in zip(saved, SAVING(a, b, *rest, *options), strict=True):
-                assert_close(mine[i], alone)
-            for mine, alone in zip(found, BACKWARD(dys[i], a, b, *rest, None, *needs, *options), strict=True):
-                assert_close(mine[i], alone)

@@ -8,19 +8,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from array_cases import draw, wide
+from array_cases import draw, problem, wide
 
 from fastkron_py import KroneckerProduct, kron_matmul, mode_matmul
 from fastkron_py.runtime import arrays
 from fastkron_py.testing import assert_close
 
 DTYPES = ["float16", "float32", "float64", "complex64", "complex128"]
-SHAPES = [(3, 2), (4, 5)]
-
-
-@pytest.fixture
-def rng(seed):
-    return np.random.default_rng(seed)
 
 
 def check(y, x, factors, *, left=False):
@@ -32,10 +26,6 @@ def check(y, x, factors, *, left=False):
     assert y.flags.c_contiguous
     k = np.kron(*[wide(f) for f in factors])
     assert_close(y, k @ wide(x) if left else wide(x) @ k, steps=2)
-
-
-def problem(rng, dtype):
-    return draw(rng, (7, 12), dtype), [draw(rng, s, dtype) for s in SHAPES]
 
 
 # ---- NumPy -------------------------------------------------------------------------------------------------------------

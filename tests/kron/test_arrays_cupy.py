@@ -7,20 +7,11 @@ import types
 import numpy as np
 import pytest
 import torch
-from array_cases import draw, wide
+from array_cases import problem, wide
 
 from fastkron_py import KroneckerProduct, kron_matmul
 from fastkron_py.runtime import arrays, torch_internals
 from fastkron_py.testing import assert_close
-
-
-@pytest.fixture
-def rng(seed):
-    return np.random.default_rng(seed)
-
-
-def problem(rng, dtype):
-    return draw(rng, (7, 12), dtype), [draw(rng, s, dtype) for s in [(3, 2), (4, 5)]]
 
 
 def check(y, x, factors):

@@ -218,16 +218,6 @@ def test_keys_of_verbs_hold_all_that_calls_depend_on(spy: CacheSpy, device: torc
             singular.solve(rows[0, :4])
 
 
-def test_another_dtype_of_autocast(spy: CacheSpy, device: torch.device) -> None:
-    """Guards tell of autocast, not of its dtype, in which operands may be already."""
-    x, *factors = draw(device, dtype=torch.bfloat16, needs="")
-    for half in (torch.bfloat16, torch.bfloat16, torch.float16):
-        with torch.autocast(device.type, dtype=half):
-            y = kron_matmul(x, factors)
-        assert y.dtype == half
-        assert_near(y, expected(x.to(half), [f.to(half) for f in factors]))
-
-
 class _Subclass(Tensor):
     pass
 
@@ -359,38 +349,6 @@ def test_operands_of_the_same_shapes(change: str, spy: CacheSpy, device: torch.d
     forward, backward = took(spy)
     assert forward == (3 if change == "offset x" else 2)
     assert backward >= 2
-
-
-DYS: dict[str, Callable[[Tensor], Tensor]] = {
-    "expanded": lambda y: torch.randn((), device=y.device).expand(y.shape),
-    "rows expanded": lambda y: torch.randn(y.shape[1], device=y.device).expand(y.shape),
-    "transposed": lambda y: torch.randn(y.shape[::-1], device=y.device).mT,
-    "rows of a larger one": lambda y: torch.randn(y.shape[0], 2 * y.shape[1], device=y.device)[:, : y.shape[1]],
-    "every other column": lambda y: torch.randn(y.shape[0], 2 * y.shape[1], device=y.device)[:, ::2],
-    "unaligned": lambda y: torch.randn(y.numel() + 1, device=y.device)[1:].view(y.shape),
-    "negated lazily": lambda y: torch._neg_view(torch.randn_like(y)),
-}
-
-
-@pytest.mark.parametrize("kind", DYS)
-def test_incoming_gradients_of_any_layout(kind: str, spy: CacheSpy, device: torch.device) -> None:
-    for left in (False, True):
-        warm(device, spy, left=left)
-        for _ in range(3):
-            check(draw(device, left=left), left, DYS[kind])
-        assert took(spy) == (3, {"unaligned": 3, "negated lazily": 0}.get(kind, 2))
-
-
-def test_a_tensor_changed_in_place_is_refused(spy: CacheSpy, device: torch.device) -> None:
-    warm(device, spy)
-    for which in range(3):
-        tensors = draw(device)
-        y = multiply(tensors)
-        with torch.no_grad():
-            tensors[which].mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
-    assert took(spy) == (3, 0)
 
 
 def test_a_graph_used_twice(spy: CacheSpy, device: torch.device) -> None:

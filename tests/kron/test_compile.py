@@ -101,25 +101,6 @@ def test_changed_scalars_do_not_recompile_for_ever(device: torch.device, generat
     assert counter.frame_count == 1
 
 
-def test_export(device: torch.device, generator: torch.Generator) -> None:
-    """torch.export keeps the operator as one node, with M symbolic."""
-
-    class Product(torch.nn.Module):
-        def __init__(self, factors: list[Tensor]) -> None:
-            super().__init__()
-            self.factors = torch.nn.ParameterList(factors)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return kron_matmul(x, list(self.factors))
-
-    x, factors = problem(power(6, 4, 4, 2), torch.float32, device, generator)
-    rows = torch.export.Dim("rows", min=2, max=1000)
-    program = torch.export.export(Product(factors).to(device), (x,), dynamic_shapes=({0: rows},))
-    assert sum("fastkron.kron_matmul" in str(node.target) for node in program.graph.nodes) == 1
-    longer = torch.randn(11, 16, device=device)
-    assert_near(program.module()(longer), expected(longer, factors))
-
-
 @pytest.mark.full  # a C++ compiler takes a quarter of a minute; what it is given is an operator, as the tests above see
 @pytest.mark.skipif(
     not (torch.cuda.is_available() or shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler on a CPU"

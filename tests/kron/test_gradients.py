@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkron_py
-from fastkron_py import gekmm, gemkm, kron_matmul, reference
+from fastkron_py import kron_matmul, reference
 from fastkron_py.runtime.backend import is_interpreting
 
 SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
@@ -76,21 +76,6 @@ def test_gradcheck(case: Case, left: bool, backend_name: str, device: torch.devi
     # Second order takes an interpreter long: there the pairs and the Hessian-vector products below cover more factors.
     interpreted = backend_name == "triton" and is_interpreting()
     check_first_and_second(function, [x, z, alpha, beta, *factors], second=not interpreted or case == TINY[0])
-
-
-@pytest.mark.parametrize("case", [TINY[2], TINY_BATCHES[2]], ids=ids)
-def test_gradcheck_every_entry(case: Case, device: torch.device, generator: torch.Generator) -> None:
-    """The slow mode, every entry of every Jacobian, on the torch backend; numbers for alpha and beta."""
-    for left in (False, True):
-        x, factors = double(case, device, generator, left)
-        z = torch.randn_like(call(left)(x, factors)).requires_grad_()
-
-        def function(x: Tensor, z: Tensor, *factors: Tensor, left: bool = left) -> Tensor:
-            return call(left)(x, factors, alpha=0.7, beta=-1.3, z=z)
-
-        with fastkron_py.backend("torch"):
-            assert torch.autograd.gradcheck(function, [x, z, *factors])
-            assert torch.autograd.gradgradcheck(function, [x, z, *factors])
 
 
 COMPLEX = [power(2, 2, 2, 2), Case(2, ((2, 3), (3, 1)))]
@@ -146,18 +131,6 @@ def test_every_subset(wanted: tuple[str, ...], left: bool, backend_name: str, de
     function(*inputs).sum().backward()
     for name, t in arguments.items():
         assert (t.grad is not None) == (name in wanted)
-
-
-def test_fastkron_call_forms_have_gradients(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    """alpha, beta and y keep their part where something requires grad."""
-    for left in (False, True):
-        x, factors = double(power(2, 2, 2, 2), device, generator, left)
-        y = torch.randn_like(x).requires_grad_()
-
-        def function(x: Tensor, y: Tensor, *fs: Tensor, left: bool = left) -> Tensor:
-            return gekmm(fs, x, 2.0, 0.5, y) if left else gemkm(x, fs, 2.0, 0.5, y)
-
-        check_first_and_second(function, [x, y, *factors], second=backend_name == "torch")
 
 
 # ---- float64 autograd of the definition ----------------------------------------------------------
@@ -263,20 +236,6 @@ def test_hessian_vector_product(case: Case, left: bool, backend_name: str, devic
         assert_near(got, want, scale=4 * GRADIENT_SCALE)
 
 
-def test_third_order(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, factors = problem(power(2, 2, 2, 2), torch.float64, device, generator)
-
-    def third(multiply: Any) -> Tensor:
-        leaves = [t.clone().requires_grad_() for t in (x, *factors)]
-        value = multiply(leaves[0], leaves[1:]).pow(3).sum()
-        for _ in range(3):
-            grads = torch.autograd.grad(value, leaves, create_graph=True)
-            value = sum(g.square().sum() for g in grads)
-        return value.detach()
-
-    assert_near(third(kron_matmul), third(reference.kron_matmul), scale=100)
-
-
 # ---- bookkeeping ---------------------------------------------------------------------------------
 
 
@@ -315,46 +274,6 @@ def test_only_what_is_needed(backend_name: str, device: torch.device, generator:
         else:
             assert backward == []
         assert [name for name, t in arguments.items() if t.grad is not None] == [n for n in arguments if n in wanted]
-
-
-def test_retain_graph_and_accumulation(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
-    x.requires_grad_()
-    [f.requires_grad_() for f in factors]
-    y = kron_matmul(x, factors)
-    first = torch.autograd.grad(y.sum(), [x, *factors], retain_graph=True)
-    second = torch.autograd.grad(y.sum(), [x, *factors], retain_graph=True)
-    for a, b in zip(first, second, strict=True):
-        assert_same(a, b)
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    for t, g in zip([x, *factors], first, strict=True):
-        assert_same(t.grad, 2 * g)
-    with pytest.raises(RuntimeError, match="second time"):
-        y.sum().backward()
-
-
-def test_in_place_changes_are_detected(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    for changed in ["x", "f0", "f1"]:
-        x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
-        leaves = {"x": x.requires_grad_(), "f0": factors[0].requires_grad_(), "f1": factors[1].requires_grad_()}
-        used = {name: t * 1 for name, t in leaves.items()}
-        y = kron_matmul(used["x"], [used["f0"], used["f1"]])
-        used[changed].mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
-
-
-def test_result_may_change_in_place(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    """The result itself is not saved: writing into it is legal, and counted."""
-    x, factors = problem(power(3, 4, 4, 2), torch.float64, device, generator)
-    x.requires_grad_()
-    y = kron_matmul(x, factors)
-    y.mul_(2).add_(1)
-    y.sum().backward()
-    xw = wide(x).requires_grad_()
-    (2 * reference.kron_matmul(xw, wide(factors))).sum().backward()
-    assert_near(x.grad, xw.grad)
 
 
 @SIDES

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from canonical_cases import LAYOUTS, by_factors, expected_gradients, problem
 
 from fastkron_py import reference
 from fastkron_py.kron import torch_backend, torch_steps
@@ -81,37 +82,23 @@ def normal(*shape, dtype=torch.float64):
 def make(name, dtype):
     torch.manual_seed(len(name))
     groups, length, columns, shapes = PROBLEMS[name]
-    x = normal(groups, length, math.prod(p for p, _ in shapes), columns, dtype=dtype)
-    factors = [(normal(groups, p, q) / math.sqrt(p)).to(dtype) for p, q in shapes]
-    n = math.prod(q for _, q in shapes)
-    return x, factors, normal(groups, length, n, columns, dtype=dtype)
+    ps, qs = zip(*shapes, strict=True)
+    x, factors = problem(dtype, "cpu", groups, length, ps, qs, columns)
+    return x, factors, normal(groups, length, math.prod(qs), columns, dtype=dtype)
 
 
-def wide(t):
-    return t.to(torch.complex128 if t.is_complex() else torch.float64)
+def expected(x, factors, alpha=1.0):
+    return alpha * by_factors(x, factors)
 
 
-def expected(x, factors, z=None, alpha=1.0, beta=0.0):
-    """The reference in canonical form: R becomes one more batch dimension."""
-    y = reference.kron_matmul(wide(x).movedim(3, 2), [wide(f)[:, None] for f in factors], alpha=alpha)
-    y = y.movedim(2, 3)
-    return y if z is None else y + beta * wide(z)
-
-
-def magnitude(x, factors, z=None, alpha=1.0, beta=0.0):
-    return expected(x.abs(), [f.abs() for f in factors], None if z is None else z.abs(), abs(alpha), abs(beta))
-
-
-def expected_gradients(dy, x, factors, alpha):
-    x, *factors = (wide(t).clone().requires_grad_() for t in (x, *factors))
-    gradients = torch.autograd.grad(expected(x, factors, alpha=alpha), [x, *factors], wide(dy).conj())
-    return [g.conj() for g in gradients]  # the backend does not conjugate, autograd does
+def magnitude(x, factors, alpha=1.0):
+    return expected(x.abs(), [f.abs() for f in factors], abs(alpha))
 
 
 def check_gradients(dy, x, factors, alpha=1.0, need_x=True, need_factors=None):
     need_factors = need_factors or [True] * len(factors)
     dx, dfs = torch_backend.backward(dy, x, factors, alpha, need_x, need_factors)
-    truth = expected_gradients(dy, x, factors, alpha)
+    truth = [g.conj() for g in expected_gradients(dy.conj(), x, factors, alpha)]  # the backend does not conjugate, autograd does
     scale = expected_gradients(dy.abs(), x.abs(), [f.abs() for f in factors], abs(alpha))
     for i, (got, wanted, need) in enumerate(zip([dx, *dfs], truth, [need_x, *need_factors], strict=True)):
         assert (got is not None) == need
@@ -149,23 +136,12 @@ def test_backward_of_some(name, wanted, chunking):
     check_gradients(dy, x, factors, need_x=wanted[0], need_factors=[i in wanted[1] for i in range(len(factors))])
 
 
-def strided(t, kind):
-    """The same values (or, expanded, the first row's) in another layout."""
-    if kind == "transposed":
-        return t.transpose(1, 2).contiguous().transpose(1, 2)
-    if kind == "expanded":
-        return t[:, :1].expand(t.shape)
-    if kind == "every other":
-        return t.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, ::2, ::2]
-    return t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
-
-
 @pytest.mark.parametrize("name", ["eights", "many rows", "left form, rows", "groups"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_strides(name, dtype, chunking):
-    for kind in ("transposed", "expanded", "every other", "reversed"):
+    for lay_out in LAYOUTS.values():
         x, factors, z = make(name, dtype)
-        x, z = strided(x, kind), strided(z, kind)
+        x, z = lay_out(x), lay_out(z)
         factors = [f.mT.contiguous().mT for f in factors]
         assert_close(torch_backend.multiply(x, factors), expected(x, factors), magnitude=magnitude(x, factors))
         check_gradients(z, x, factors)

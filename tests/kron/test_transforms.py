@@ -97,23 +97,6 @@ def test_vmap_nested(backend_name: str, device: torch.device) -> None:
         assert_near(got, want)
 
 
-def test_backward_through_vmap(backend_name: str, device: torch.device) -> None:
-    """Autograd outside, vmap inside."""
-    x = torch.randn(B, 2, 4, dtype=DOUBLE, device=device, requires_grad=True)
-    f = torch.randn(2, 2, dtype=DOUBLE, device=device, requires_grad=True)
-
-    def loss(multiply: Callable[..., Tensor]) -> Tensor:
-        return vmap(lambda v: multiply(v, [f, f]))(x).sin().sum()
-
-    got = torch.autograd.grad(loss(kron_matmul), [x, f], create_graph=True)
-    want = torch.autograd.grad(loss(reference.kron_matmul), [x, f], create_graph=True)
-    for g, w in zip(got, want, strict=True):
-        assert_near(g, w, scale=3)
-    (got_second,) = torch.autograd.grad(got[1].square().sum(), f)
-    (want_second,) = torch.autograd.grad(want[1].square().sum(), f)
-    assert_near(got_second, want_second, scale=10)
-
-
 # ---- torch.func ----------------------------------------------------------------------------------
 
 
@@ -141,17 +124,3 @@ def test_hessian(backend_name: str, device: torch.device) -> None:
         ours, definition = losses(left)
         arguments = tensors(device, left)
         assert_all_near(hessian(ours, (0, 1))(*arguments), hessian(definition, (0, 1))(*arguments), scale=100)
-
-
-def test_forward_mode_of_autograd(backend_name: str, device: torch.device) -> None:
-    """Dual tensors without torch.func, and gradcheck's forward mode."""
-    x, f1, f2, _ = tensors(device)
-    tx, t1 = torch.randn_like(x), torch.randn_like(f1)
-    with torch.autograd.forward_ad.dual_level():
-        make = torch.autograd.forward_ad.make_dual
-        y = torch.autograd.forward_ad.unpack_dual(kron_matmul(make(x, tx), [make(f1, t1), f2]))
-    assert_near(y.tangent, reference.kron_matmul(tx, [f1, f2]) + reference.kron_matmul(x, [t1, f2]), scale=3)
-    inputs = [t.requires_grad_() for t in (x, f1, f2)]
-    assert torch.autograd.gradcheck(
-        lambda x, *fs: kron_matmul(x, fs), inputs, check_forward_ad=True, check_backward_ad=False, fast_mode=True
-    )

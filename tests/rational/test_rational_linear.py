@@ -54,14 +54,6 @@ def test_any_rank_and_empty_inputs() -> None:
             assert_close(found, expected)
 
 
-def test_only_the_gradients_asked_for() -> None:
-    for index in range(5):
-        given = [t.detach() for t in arguments()]
-        given[index].requires_grad_()
-        found = torch.autograd.grad(rational_linear(*given).sum(), given[index])[0]
-        assert_close(found, torch.autograd.grad(composed(*given).sum(), given[index])[0])
-
-
 def test_keeps_the_argument_and_not_the_values() -> None:
     given = arguments(torch.float32)
     kept: list[int] = []

@@ -11,7 +11,7 @@ from cache_spy import CacheSpy
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py import gated_linear, poly_kan, rational
+from fastkron_py import gated_linear, kron_matmul, poly_kan, rational
 from fastkron_py.rational.api import layer_norm_rational, rational_linear
 from fastkron_py.runtime.call_cache import CACHE
 
@@ -27,6 +27,11 @@ class Verb(NamedTuple):
 COEFFICIENTS = [(2, 6), (2, 4)]
 BIAS = torch.ones(2, 5, device="cuda" if torch.cuda.is_available() else "cpu")
 VERBS = {
+    "kron_matmul": Verb(
+        lambda x, a, b, **options: kron_matmul(x, [a, b], **options),
+        [(2, 3, 8), (2, 3), (4, 2)],
+        [{"alpha": 2.0}, {"z": BIAS[0, 0], "beta": 0.5}, {"precision": "high"}],
+    ),
     "rational": Verb(rational, [(2, 3, 8), *COEFFICIENTS], [{"version": "A"}]),
     "layer_norm_rational": Verb(layer_norm_rational, [(2, 3, 8), (8,), (8,), *COEFFICIENTS], [{"version": "A"}, {"eps": 1.0}]),
     "rational_linear": Verb(rational_linear, [(2, 3, 8), *COEFFICIENTS, (5, 8), (5,)], [{"version": "A"}]),
@@ -58,6 +63,10 @@ CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tens
     "rows": lambda x, p, dy: (x[:, :2], p, dy[:, :2]),
     "strides of a parameter": lambda x, p, dy: (x, p.repeat_interleave(2, -1)[..., ::2], dy),
     "an expanded dy": lambda x, p, dy: (x, p, dy[0, 0, 0].expand(dy.shape)),
+    "transposed dy": lambda x, p, dy: (x, p, dy.mT.contiguous().mT),
+    "every other column of dy": lambda x, p, dy: (x, p, dy.repeat_interleave(2, -1)[..., ::2]),
+    "an address of dy": lambda x, p, dy: (x, p, torch.cat([dy.new_zeros(1), dy.flatten()])[1:].view(dy.shape)),
+    "a negative bit of dy": lambda x, p, dy: (x, p, torch._neg_view(-dy)),
     "rows of a larger dy": lambda x, p, dy: (x, p, torch.cat([dy, dy], -1)[..., : dy.shape[-1]]),
 }
 

@@ -121,15 +121,6 @@ def test_gradients_at_equal_eigenvalues(dtype):
             assert any(not g.isfinite().all() for g in torch.autograd.grad(through.abs().sum(), factors))
 
 
-def test_third_derivatives_of_logdet_are_refused():
-    factors = [f.requires_grad_() for f in hermitian(random_factors([(2, 2), (3, 3)], torch.float64, "cpu"))]
-    found = KroneckerSum(factors).logdet()
-    for _ in range(2):
-        found = sum(g.sum() for g in torch.autograd.grad(found, factors, create_graph=True))
-    with pytest.raises(NotImplementedError, match="logdet: derivatives of the first and the second order"):
-        torch.autograd.grad(found, factors)
-
-
 # ---- dtypes, arrays, conversions ------------------------------------------------------------------------------------------------
 
 

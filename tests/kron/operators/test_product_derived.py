@@ -122,10 +122,16 @@ def test_compiles_without_graph_breaks(inside):
         scaled = (x[0, 0] * k) @ x, (k * x[0, 0]) @ x, (k / x[0, 0]) @ x, (-k * 2) @ x
         return *products, *scaled, k.solve(x), torch.linalg.solve(k, x), k.logdet() + x, k.eigh().eigenvectors @ x, k.to_dense() @ x
 
+    class Whole(torch.nn.Module):
+        def forward(self, x, factors):
+            return function(x, factors)
+
     torch.compiler.reset()
-    found = torch.compile(function, fullgraph=True, backend="aot_eager")(x, factors)
-    for got, want in zip(found, function(x, factors), strict=True):
-        near(got, want)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    exported = [torch.export.export(Whole(), (x, factors), strict=strict).module() for strict in (True, False)] if inside else []
+    for made in (compiled, *exported):
+        for got, want in zip(made(x, factors), function(x, factors), strict=True):
+            near(got, want)
 
 
 def test_the_verbs_take_a_parameter_list():
