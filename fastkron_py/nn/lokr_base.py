@@ -108,11 +108,10 @@ class LoKrLayer(Configured):
         for name in NAMES:
             parameter = nn.Parameter(torch.empty(made[name], dtype=dtype, device=device)) if name in made else None
             self.register_parameter(name, parameter)
-        alpha = float(options.rank if options.alpha is None else options.alpha)
-        self.register_buffer("alpha", torch.tensor(alpha, dtype=torch.float32, device=device))
-        self._scale, self._read = alpha / options.rank, (self.alpha, -1)
-        self._read_alpha()  # as rounded
+        self.register_buffer("alpha", torch.tensor(self._alpha, dtype=torch.float32, device=device))
+        self._scale, self._read = self._alpha / options.rank, (self.alpha, -1)
         self.reset_parameters()
+        self._read_alpha()  # as rounded
 
     @classmethod
     def around(
@@ -131,12 +130,13 @@ class LoKrLayer(Configured):
     def reset_parameters(self) -> None:
         """Draw the adapter's parameters anew, as LyCORIS does: the second factor's product is 0, and so is the adapter.
 
-        Magnitudes are the norms of the base layer's weight.
+        Magnitudes are the norms of the base layer's weight; alpha is the one that the layer was made with.
 
         Raises:
             ValueError: the layer is merged.
         """
         self._check_unmerged()
+        self.alpha.fill_(self._alpha)
         last = "lokr_w2" if self.lokr_w2 is not None else "lokr_w2_b"
         for name in NAMES:
             parameter = getattr(self, name)
@@ -151,6 +151,11 @@ class LoKrLayer(Configured):
             else:
                 for term in parameter if self.options.terms > 1 else [parameter]:
                     nn.init.kaiming_uniform_(term, a=math.sqrt(5))
+
+    @property
+    def _alpha(self) -> float:
+        """Alpha as the options have it."""
+        return float(self.options.rank if self.options.alpha is None else self.options.alpha)
 
     # ---- the adapter's weight --------------------------------------------------------------------
 
