@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from fastkron_py.runtime.gpu import zen
@@ -46,7 +46,7 @@ class OneDNN(NamedTuple):
     most_written: float = math.inf  # elements of a result, in new memory, up to which it is
 
 
-_FIGURES: Final = json.loads(resources.files(__package__ or "").joinpath("cpu_costs.json").read_text(encoding="utf-8"))
+_FIGURES: Final = json.loads(Path(__file__).with_name("cpu_costs.json").read_text(encoding="utf-8"))
 BLAS: Final = Blas(**_FIGURES["blas"])
 ONEDNN: Final = {int(generation): OneDNN(**of) for generation, of in _FIGURES["onednn"].items()}  # by AMD's generation: `zen`
 
