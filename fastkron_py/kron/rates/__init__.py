@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _record(kind: Callable[..., _R], section: str, file: str) -> _R:
 @lru_cache
 def _read(file: str) -> dict[str, Any]:
     """A file's sections, with those of the file that it is like; numbers as names are numbers."""
-    text = resources.files(__name__).joinpath(f"{file}.json").read_text(encoding="utf-8")
+    text = Path(__file__).with_name(f"{file}.json").read_text(encoding="utf-8")
     made: dict[str, Any] = json.loads(
         text, object_hook=lambda of: {int(name) if name.isdecimal() else name: value for name, value in of.items()}
     )
