@@ -275,7 +275,7 @@ def one_rotation(x: Tensor, factors: Sequence[Tensor], order: int, kind: str, de
     has_cores = is_interpreting() or (devices.gpu_of(device).capability or (0, 0)) >= rotate.CAPABILITY
     if x.dtype not in HALF_DTYPES or not has_cores or not _converts_to(kind, device):
         return None
-    return rotate.rotation(x.shape[1], order, [f.shape for f in factors])
+    return rotate.rotation(x.shape[1], order, [f.shape for f in factors], x.dtype == torch.bfloat16)
 
 
 def quantizing_launch(problem: Canonical, precision: str, kind: str, device: torch.device) -> Launcher | None:

@@ -21,8 +21,10 @@ MOST: Final = 32768  # elements of a row, which a program has in its registers
 SIDE: Final = 16  # columns of B, and at least of A
 WIDEST: Final = 64  # columns of A
 _VECTOR: Final = 16  # elements of a row, which begins at a multiple of their bytes
-_SUMS: Final = 128  # of a thread, at most, where 16 warps are enough for that: fewer warps wait for one another less
-_WARPS: Final = (4, 8, 16)
+_HELD: Final = 152  # registers of a thread with sums and with A, at most: a program with more spills
+_A_HELD: Final = 64  # of these with A, at most: the rest is read again
+_SHARED: Final = 32768  # numbers of 16 bits, for each warp's A
+_WARPS: Final = (4, 8)  # the fewer, the less they wait for one another
 
 
 class Rotation(NamedTuple):
@@ -35,6 +37,7 @@ class Rotation(NamedTuple):
         warps: of a program.
         rows: of a program.
         chunks: groups of a warp.
+        parts: numbers of 16 bits whose sum is an entry of A, and of B.
     """
 
     cut: int
@@ -43,26 +46,32 @@ class Rotation(NamedTuple):
     warps: int
     rows: int
     chunks: int
+    parts: tuple[int, int]
 
 
-def rotation(width: int, order: int, shapes: Sequence[tuple[int, ...]]) -> Rotation | None:
+def rotation(width: int, order: int, shapes: Sequence[tuple[int, ...]], is_bfloat16: bool = True) -> Rotation | None:
     """The launch for rows of this width; None where the kernel does not take them.
 
     Args:
         width: of a row.
         order: of Sylvester's matrix, where there are no factors.
         shapes: of the factors of a group.
+        is_bfloat16: whether they are of bfloat16, whose numbers are parts by themselves.
     """
     found = _split(order) if not shapes else _cut(shapes) if order == 1 else None
     if found is None or width > MOST or width % _VECTOR:
         return None
     cut, orders = found
     p = max(SIDE, orders[0])
+    parts = 1 if cut == 0 or (cut == 1 and is_bfloat16) else 2, 1 if len(shapes) - cut <= 1 else 2
     groups = math.ceil(width / (p * SIDE))
-    sums = p * SIDE // 32
-    warps = next((w for w in _WARPS if math.ceil(groups / w) * sums <= _SUMS), _WARPS[-1])
+    of_a = parts[0] * p * p
+    most = (_HELD - min(_A_HELD, of_a // 64)) // (p * SIDE // 32)  # groups of a warp
+    warps = next((w for w in _WARPS if math.ceil(groups / w) <= most and w * of_a <= _SHARED), None)
+    if warps is None:
+        return None
     rows = max(1, warps // next_power_of_two(groups))
-    return Rotation(cut, orders, p, warps, rows, math.ceil(groups * rows / warps))
+    return Rotation(cut, orders, p, warps, rows, math.ceil(groups * rows / warps), parts)
 
 
 def _split(order: int) -> tuple[int, tuple[int, int]] | None:
@@ -93,8 +102,6 @@ def launcher(made: Rotation, x: Tensor, factors: Sequence[Tensor]) -> Launcher:
     from fastkron_py.runtime.backend import is_interpreting
     from fastkron_py.runtime.launch import LaunchConfig, Launcher
 
-    a, b = made.cut, len(factors) - made.cut
-    is_short = x.element_size() == 2 and str(x.dtype) == "torch.bfloat16"  # whose numbers are parts by themselves
     arguments = {
         "rows": x.shape[0],
         "x_stride": x.stride(0),
@@ -107,8 +114,8 @@ def launcher(made: Rotation, x: Tensor, factors: Sequence[Tensor]) -> Launcher:
         "C": made.warps,
         "ROWS": made.rows,
         "CHUNKS": made.chunks,
-        "A_PARTS": 1 if a == 0 or (a == 1 and is_short) else 2,
-        "B_PARTS": 1 if b <= 1 else 2,
+        "A_PARTS": made.parts[0],
+        "B_PARTS": made.parts[1],
         "PRECISION": "emulated" if is_interpreting() else "ieee",
         "num_warps": made.warps,
     }

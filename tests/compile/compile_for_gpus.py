@@ -57,6 +57,15 @@ HADAMARD: dict[str, tuple[torch.dtype, int, int]] = {
     "hadamard 28 * 2^9": (SINGLE, 28, 9),
     "hadamard 12 * 2^8": (SINGLE, 12, 8),
 }
+# name: (dtype, the format, width, the order of Sylvester's matrix, the factors' width and how many); the largest launches first
+ROTATED: dict[str, tuple[torch.dtype, str, int, int, int, int]] = {
+    "rotation 1024, int8": (HALF, "int8", 16384, 1024, 1, 0),
+    "rotation 512, float16, int4": (torch.float16, "int4", 32768, 512, 1, 0),
+    "rotation 256, float8": (HALF, "float8_e4m3fn", 32768, 256, 1, 0),
+    "rotation 4^5, int8": (HALF, "int8", 8192, 1, 4, 5),
+    "rotation 4^4, int8": (HALF, "int8", 32768, 1, 4, 4),
+    "rotation 16^2, float16, float8": (torch.float16, "float8_e4m3fn", 15360, 1, 16, 2),
+}
 # name: (dtype, rows, width of both factors)
 COPIED: dict[str, tuple[torch.dtype, int, int]] = {
     "131^2, copied, bfloat16": (HALF, 64, 131),
@@ -106,6 +115,15 @@ def run_hadamard(dtype: torch.dtype, m: int, bits: int) -> None:
         return
     given = [x] if matrix is None else [x, matrix]
     program((x, matrix), (1.0, m, bits, "triton"))(given, (1.0,))
+
+
+def run_rotation(dtype: torch.dtype, kind: str, width: int, order: int, p: int, count: int) -> None:
+    from fastkron_py.kron.quantize import one_rotation, program
+
+    x, factors = torch.empty(512, width, dtype=dtype), [torch.empty(p, p, dtype=dtype)] * count
+    if one_rotation(x, factors, order, kind, x.device) is None:
+        return
+    program((x, *factors), (1.0, 1.0, width // (order * p**count), order, kind, "highest", "triton"))((x, *factors), (1.0,))
 
 
 def run_kan(rows: int, num_in: int, num_out: int, degree: int, dtype: torch.dtype, precision: str) -> None:
@@ -172,6 +190,7 @@ def problems() -> dict[str, Callable[[], None]]:
         (run_kron, KRON),
         (run_copied, COPIED),
         (run_hadamard, HADAMARD),
+        (run_rotation, ROTATED),
         (take_points, TAKEN),
         (run_kan, KAN),
         (run_rational, RATIONAL),

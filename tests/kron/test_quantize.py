@@ -212,7 +212,7 @@ GROUPS: dict[str, list[Any]] = {
     "256": [15, Hadamard(256, 1 / 16)],
     "128, several rows": [3, Hadamard(128)],
     "64, one group": [Hadamard(64, 0.125)],
-    "16": [3, Hadamard(16)],
+    "16, a negative scale": [3, Hadamard(16, -0.25)],
     "in parts": [5, Hadamard(8), Hadamard(8)],
     "512": [3, Hadamard(512)],
     "1024": [2, 1, Hadamard(1024)],
@@ -261,7 +261,7 @@ def test_groups(name: str, backend_name: str, device: torch.device) -> None:
 
 
 def test_groups_of_float16_and_strides(backend_name: str, device: torch.device) -> None:
-    for name in ("256", "four factors", "two factors"):
+    for name in ("256", "16, a negative scale", "four factors", "two factors"):
         x, factors, wanted = grouped(name, torch.float16, device)
         for given in (x, x.mT.contiguous().mT, torch.cat([x, x], -1)[..., : x.shape[-1]]):
             assert_nearest(kron_quantize(given, factors, torch.int8), wanted, torch.float16, torch.int8)
@@ -281,6 +281,12 @@ def test_groups_take_one_launch(device: torch.device) -> None:
     assert rotate.rotation(4096, 2048, []) is None
     assert rotate.rotation(4096, 1, [(8, 8), (8, 8)]) is None
     assert rotate.rotation(4096, 1, [(16, 8), (16, 16)]) is None
+    assert rotate.rotation(16384, 1024, []) is not None
+    assert rotate.rotation(32768, 1024, []) is None  # whose sums, beside A, are more than registers
+    assert rotate.rotation(32768, 1, [(32, 32), (16, 16)]) is not None
+    assert rotate.rotation(32768, 1, [(32, 32), (16, 16)], is_bfloat16=False) is None
+    assert rotate.rotation(8192, 1, [(4, 4)] * 5) is not None
+    assert rotate.rotation(16384, 1, [(4, 4)] * 5) is None  # A is in shared memory twice for each warp
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")

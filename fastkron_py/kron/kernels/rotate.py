@@ -161,13 +161,13 @@ def _rotate_rows_kernel(
         largest = tl.maximum(largest, tl.abs(w), propagate_nan=tl.PropagateNan.ALL)
         sums = sums + (w,)  # type: ignore[assignment]  # noqa: RUF005
 
-    largest = largest * scalar(unit, tl.float32)
+    largest = largest * tl.abs(scalar(unit, tl.float32))
     of_warp = tl.max(largest.reshape(C, SIDE * P).to(tl.int32, bitcast=True), 1)
     of_row = tl.max(of_warp.reshape(ROWS, C // ROWS), 1)
     scale = scale_of(tl.broadcast_to(of_row[:, None], (ROWS, C // ROWS)).reshape(C), alpha)
     tl.store(scales_ptr + row, scale, mask=inside & (group == 0))
     inverse = scalar(unit, tl.float32) / scale
-    most = (largest_number(FORMAT) / inverse)[:, None, None]
+    most = (largest_number(FORMAT) / tl.abs(inverse))[:, None, None]
     clipped = clips(alpha, FORMAT) and tl.float8e4nv != FORMAT
     STORED: tl.constexpr = 8 * P
     target = out_ptr
