@@ -37,17 +37,28 @@ _LEAST_ALONE: Final = 6  # bits that are transformed by a launch of their own in
 _REGISTERS: Final = 128  # of a thread with m > 1, at most: two programs on a multiprocessor
 
 
-def hadamard(x: ArrayT, *, scale: Scale = 1.0, precision: str | None = None, out: ArrayT | None = None) -> ArrayT:
-    """Multiply the last dimension with a Hadamard matrix: ``scale * x @ (H_m (x) H_(2^k))``, n = m * 2^k.
+def hadamard(
+    x: ArrayT,
+    *,
+    scale: Scale = 1.0,
+    transpose: bool = False,
+    signs: ArrayT | None = None,
+    precision: str | None = None,
+    out: ArrayT | None = None,
+) -> ArrayT:
+    """Multiply the last dimension with a Hadamard matrix: ``scale * (signs * x) @ (H_m (x) H_(2^k))``, n = m * 2^k.
 
     H_(2^k) is Sylvester's matrix, ``H_2 (x) ... (x) H_2`` with ``H_2 = [[1, 1], [1, -1]]``, as in `scipy.linalg.hadamard`.
     m is 1 for powers of two. Else it is the smallest multiple of 4 with n's odd part that is the order of a known matrix:
-    12, 20, 28, 36, ... 172 and more. Entries are 1 and -1: with ``scale=n ** -0.5`` the transform is orthogonal, as
-    rotations of activations before quantisation are (QuaRot: Ashkboos et al., 2024).
+    12, 20, 28, 36, ... 172 and more, up to 1024. Entries are 1 and -1: with ``scale=n ** -0.5`` the transform is orthogonal, as
+    rotations of activations before quantisation are (QuaRot: Ashkboos et al., 2024). H is its own inverse, up to the scale, only if it is
+    symmetric, which it is not for most m (12, 20, 44, 52, 60 and 68 among them): the inverse is ``transpose=True``.
 
     Args:
         x: ``[*, n]``. A torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32, float64, complex64 or complex128.
         scale: scales the result before it is rounded: a finite number, or a 0-dimensional tensor (which gets a gradient).
+        transpose: multiply with the transposed matrix, and by the signs afterwards: with ``scale=1 / n`` the inverse, for the same signs.
+        signs: ``[n]`` of x's dtype, 1 and -1 as a rule: multiplies x's columns first (a random diagonal). It takes a launch of its own.
         precision: as in `kron_matmul`.
         out: ``[*, n]``, a tensor of the result's dtype: the result is written there. It may be x. No gradient can be recorded, as with
             every ``out=`` of torch.
@@ -56,8 +67,9 @@ def hadamard(x: ArrayT, *, scale: Scale = 1.0, precision: str | None = None, out
         ``[*, n]``, out itself or contiguous, of x's array type and dtype (under autocast, of autocast's dtype).
 
     Raises:
-        TypeError: x is no array, or of another dtype; out is no tensor of its dtype.
-        ValueError: x has no dimension, n has no such m, or out has another shape or device, or beside arguments that require a gradient.
+        TypeError: x is no array, or of another dtype; signs or out is no tensor of its dtype; transpose is no bool.
+        ValueError: x has no dimension, n has no such m, signs has another shape, or out has another shape or device, or an argument
+            beside it requires a gradient.
 
     Example:
         >>> x = torch.randn(100, 14336)  # 28 * 512
@@ -66,28 +78,34 @@ def hadamard(x: ArrayT, *, scale: Scale = 1.0, precision: str | None = None, out
         True
     """
     key = None
-    if out is None and type(scale) is float and not torch.compiler.is_compiling():
-        key = "hadamard", scale, precision
+    if out is None and signs is None and type(scale) is float and not torch.compiler.is_compiling():
+        key = "hadamard", scale, transpose, precision
         entry = CACHE.find(key, (x,))
         if entry is not None:
             return cast("ArrayT", entry.call((x,), entry.options))
     if not isinstance(x, Tensor):
-        bridge = find_bridge([x], ["x"])
+        given = {"x": x} if signs is None else {"x": x, "signs": signs}
+        bridge = find_bridge(list(given.values()), list(given))
         if isinstance(scale, Tensor):
             raise type_error("scale", f"a number, since x is {bridge.noun}", "a torch tensor")
         if out is not None:
             raise type_error("out", f"None, since x is {bridge.noun}", type_name(out))
         with bridge.context():
-            return bridge.give_back(hadamard(bridge.load(x, "x"), scale=scale, precision=precision))  # type: ignore[no-any-return]
+            loaded = {name: bridge.load(array, name) for name, array in given.items()}
+            return bridge.give_back(hadamard(**loaded, scale=scale, transpose=transpose, precision=precision))  # type: ignore[no-any-return]
     check_tensor("x", x, x, "x")
     if x.ndim == 0:
         raise value_error("x", "at least one dimension", tuple(x.shape))
+    if not isinstance(transpose, bool):
+        raise type_error("transpose", "a bool", type_name(transpose))
+    if signs is not None:
+        return cast("ArrayT", _with_signs(x, signs, transpose, out, {"scale": scale, "precision": precision}))
     dtype = autocast_dtype(x)
     t = x if dtype is None else cast_tensor(x, dtype)
     scale = check_scalar("scale", scale, x)
     if out is not None:
         check_out(out, t.shape, t, [t, scale if isinstance(scale, Tensor) else None])
-    function = _transform(t, scale, precision, cast("Tensor | None", out))
+    function = _transform(t, scale, transpose, precision, cast("Tensor | None", out))
     y = function(t)
     if key is not None and dtype is None and takes_fast_path((x,)):
         entry = CACHE.find(operator.name, (x,))  # of additions without a matrix: that call itself, with this scale
@@ -98,20 +116,33 @@ def hadamard(x: ArrayT, *, scale: Scale = 1.0, precision: str | None = None, out
     return cast("ArrayT", y if out is None or y is out else cast("Tensor", out).copy_(y))
 
 
-def _transform(x: Tensor, scale: Any, precision: str | None, out: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _with_signs(x: Tensor, signs: Any, transpose: bool, out: Any, options: dict[str, Any]) -> Tensor:
+    """The transform with a diagonal matrix before it, or behind the transposed one; options are scale and precision."""
+    check_tensor("signs", signs, x, "x")
+    if signs.shape != x.shape[-1:]:
+        raise value_error("signs", f"shape {tuple(x.shape[-1:])}, one for each column of x", f"shape {tuple(signs.shape)}")
+    if not transpose:
+        return hadamard(x * signs, out=out, **options)
+    if out is not None:
+        check_out(out, x.shape, out, [x, signs])
+    y = hadamard(x, transpose=True, out=out, **options)
+    return y * signs.to(y.dtype) if out is None else y.mul_(signs)
+
+
+def _transform(x: Tensor, scale: Any, transpose: bool, precision: str | None, out: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The transform of tensors like x: by additions where a kernel has them, to out if it can be written; else by the factors."""
     n, shape = index(x.shape[-1]), x.shape  # a graph that is compiled or traced is one of this length
     backend = backend_of_call()
     m, bits = split(n)
     adds = not isinstance(scale, Tensor)
     if adds and has_additions(m, bits, x.dtype, x.device, backend):
-        (matrix,) = _constants(padded_matrix, (m,), x.device)
+        (matrix,) = _turned(_constants(padded_matrix, (m,), x.device), transpose)
         options = scale, m, bits, backend
         if out is not None and x.numel() and can_write([x], out, True):
             return lambda x: _write(x, matrix, options, out)
         return lambda x: _added(x, matrix, options)
     if adds and x.dtype == torch.float64 and bits >= _LEAST_ALONE and has_additions(1, bits, x.dtype, x.device, backend):
-        parts = [*_constants(matrices, ((m,), x.dtype), x.device), 1 << bits]
+        parts = [*_turned(_constants(matrices, ((m,), x.dtype), x.device), transpose), 1 << bits]
 
         def by_parts(x: Tensor) -> Tensor:
             y: Tensor = operator(kron_matmul(x.reshape(-1, n), parts).view(*shape[:-1], m, 1 << bits), None, scale, 1, bits, backend)
@@ -119,7 +150,7 @@ def _transform(x: Tensor, scale: Any, precision: str | None, out: Tensor | None)
 
         return by_parts
     sizes = factor_sizes(n)
-    factors, alpha = _constants(matrices, (sizes, x.dtype), x.device), scale * shrunk(sizes, x.dtype)
+    factors, alpha = _turned(_constants(matrices, (sizes, x.dtype), x.device), transpose), scale * shrunk(sizes, x.dtype)
     return lambda x: kron_matmul(x.reshape(-1, n), factors, alpha=alpha, precision=precision).view(shape)
 
 
@@ -128,6 +159,11 @@ def _constants(make: Callable[..., Sequence[Any]], arguments: tuple[Any, ...], d
     if torch.compiler.is_compiling():
         return [None if t is None else t.to(device) for t in make(*arguments)]
     return constants(make, arguments, device)
+
+
+def _turned(made: Sequence[Any], transpose: bool) -> Sequence[Any]:
+    """The matrices, transposed if wanted; Sylvester's are symmetric."""
+    return [None if t is None else t.mT for t in made] if transpose else made
 
 
 def _added(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...]) -> Tensor:

@@ -24,7 +24,8 @@ from fastkron_py.runtime.torch_internals import constant_in_graphs, mark_static
 
 Matrix = np.ndarray[Any, np.dtype[np.int64]]
 
-MOST: Final = 256  # the largest order that is tried
+MOST: Final = 1024  # the largest order that is tried
+_MOST_SEARCHED: Final = 256  # and that four sequences are searched for
 _MOST_ORBITS: Final = 14  # 2 to this power sequences are searched
 _PAIRS: Final = 1 << 23  # of sequences, that are compared at a time
 
@@ -44,8 +45,8 @@ def _constructed(m: int) -> Matrix | None:
     elif m // 2 % 4 == 2 and _is_prime(m // 2 - 1):
         found = _paley_doubled(m // 2 - 1)
     else:
-        found = _goethals_seidel(m // 4)
-    if found is not None and not np.array_equal(found @ found.T, m * np.eye(m)):
+        found = _goethals_seidel(m // 4) if m <= _MOST_SEARCHED else None
+    if found is not None and not np.array_equal(found.astype(np.float64) @ found.T, m * np.eye(m)):  # integers take a second
         raise AssertionError(f"the rows of the matrix of order {m} are not orthogonal")
     return found
 
@@ -167,6 +168,7 @@ def _squares(total: int) -> Iterator[tuple[int, int, int, int]]:
 CHUNK: Final = 3  # a factor is 8 x 8 at most, but for that of order m: plans multiply neighbours out as the dtype wants
 # Two steps in half types take 128 on both sides at most, 32 behind at least, and a factor of 2 or 4 between them: factors of two go
 # beside that of order m accordingly.
+_INSTEAD: Final = "for other sizes, hadamard of blocks (x.unflatten(-1, (-1, block))), or an orthogonal matrix in kron_matmul"
 MOST_BITS: Final = 7
 MIDDLE_BITS: Final = (1, 2)
 LEAST_BITS: Final = 5
@@ -190,7 +192,7 @@ def split(n: int, name: str = "x.shape[-1]") -> tuple[int, int]:
     odd = n >> twos
     used = next((j for j in range(2, twos + 1) if odd << j <= MOST and hadamard_matrix(odd << j) is not None), None) if odd > 1 else 0
     if used is None:
-        raise value_error(name, "m * 2^k with m = 1 or the order of a known Hadamard matrix (12, 20, 28, 36, ...)", n)
+        raise value_error(name, f"m * 2^k with m = 1 or the order of a known Hadamard matrix (12, 20, 28, 36, ...); {_INSTEAD}", n)
     return odd << used, twos - used
 
 

@@ -48,6 +48,62 @@ def test_rows_are_orthogonal() -> None:
 def test_orders_without_a_matrix() -> None:
     assert hadamard_matrix(188) is None
     assert hadamard_matrix(14) is None
+    assert hadamard_matrix(1028) is None  # of a known construction, but too large
+
+
+@pytest.mark.full
+def test_the_transposed_matrix_is_the_inverse(device: torch.device) -> None:
+    """Exactly, of integers: for each order below 700 that has a matrix, and for rows of models."""
+    wide = [(2, n) for n in (4544, 10944, 18304, 29568)]
+    tried = 0
+    for rows, n in [*[(3, n) for n in range(1, 700)], *wide]:
+        try:
+            split(n)
+        except ValueError:
+            continue
+        tried += 1
+        torch.manual_seed(n)
+        x = torch.randint(-9, 10, (rows, n), device=device).double()
+        signs = torch.randint(0, 2, (n,), device=device).double() * 2 - 1
+        y = hadamard(x, signs=signs)
+        assert torch.equal(hadamard(y, transpose=True, signs=signs), n * x), n
+        if n == 12:  # a control: this matrix is not symmetric
+            assert not torch.equal(hadamard(hadamard(x)), n * x)
+    assert tried > 140
+
+
+@pytest.mark.parametrize("n", [16, 40])
+def test_transposed_and_with_signs(n: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    h, signs = matrix(n).to(device), torch.randint(0, 2, (n,), device=device).double() * 2 - 1
+    x = torch.randn(3, n, dtype=torch.float64, device=device, requires_grad=True)
+    wanted = {False: (x * signs) @ h * 0.5, True: x @ h.mT * signs * 0.5}
+    for transpose, product in wanted.items():
+
+        def transformed(x: torch.Tensor, signs: torch.Tensor, transpose: bool = transpose) -> torch.Tensor:
+            return hadamard(x, scale=0.5, transpose=transpose, signs=signs)
+
+        assert_close(transformed(x, signs), product)
+        assert torch.autograd.gradcheck(transformed, (x, signs.clone().requires_grad_()))
+        assert_close(torch.func.vmap(transformed, in_dims=(0, None))(x, signs), product)
+        assert_close(torch.func.vmap(transformed, in_dims=(None, 0))(x[0], signs.expand(2, n)), product[:1].expand(2, n))
+        compiled = torch.compile(transformed, fullgraph=True, backend="aot_eager")
+        assert_close(compiled(x, signs), product)
+        rounded = transformed(x.detach().bfloat16(), signs.bfloat16())
+        assert_close(
+            rounded,
+            torch.as_tensor({False: (x.bfloat16().double() * signs) @ h, True: x.bfloat16().double() @ h.mT * signs}[transpose]) * 0.5,
+            steps=6,
+        )
+        with torch.no_grad():
+            own = x.clone()
+            assert hadamard(own, scale=0.5, transpose=transpose, signs=signs, out=own) is own
+            assert_close(own, product)
+        if device.type == "cpu":
+            found = hadamard(x.detach().numpy(), scale=0.5, transpose=transpose, signs=signs.numpy())
+            assert_close(torch.from_numpy(found), product)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert hadamard(x.detach().float(), transpose=True, signs=signs.float()).dtype == torch.bfloat16
 
 
 def test_powers_of_two_are_scipys(device: torch.device) -> None:
@@ -105,6 +161,16 @@ def test_factors_that_were_made_in_inference_mode_are_saved_for_gradients(device
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: hadamard(torch.ones(3, 7)), ValueError, r"x.shape\[-1\]: expected m \* 2\^k .*; got 7"),
+    (lambda: hadamard(torch.ones(3, 7)), ValueError, r"for other sizes, hadamard of blocks .*, or an orthogonal matrix in kron_matmul"),
+    (lambda: hadamard(X, transpose=1), TypeError, "transpose: expected a bool; got int"),
+    (lambda: hadamard(X, signs=torch.ones(15)), ValueError, r"signs: expected shape \(16,\), one for each column of x; got shape \(15,\)"),
+    (lambda: hadamard(X, signs=torch.ones(16).double()), TypeError, "signs: expected x's dtype"),
+    (lambda: hadamard(X, signs=[1.0] * 16), TypeError, "signs: expected a torch tensor"),
+    (
+        lambda: hadamard(X, transpose=True, signs=torch.ones(16, requires_grad=True), out=torch.empty(3, 16)),
+        ValueError,
+        r"out: expected torch\.no_grad",
+    ),
     (lambda: hadamard(torch.ones(3, 0)), ValueError, r"x.shape\[-1\]: expected a positive length; got 0"),
     (lambda: hadamard(torch.ones(3, 8).long()), TypeError, "x: expected a dtype among float16, .*; got torch.int64"),
     (lambda: hadamard(torch.ones(2, 8).to_sparse()), TypeError, r"x: expected a dense \(strided\) tensor; got torch.sparse_coo"),
