@@ -257,6 +257,16 @@ FUNCTIONS: list[Function] = [
         autocast=False,
     ),
     Function(
+        "kron_quantize(x, [n, Hadamard], torch.int8)",
+        lambda draw: [draw(6, 32)],
+        lambda x: fastkron_py.kron_quantize(x, [2, fastkron_py.Hadamard(16, 0.25)], torch.int8).dequantize(),
+        lambda x: _hadamard(x.unflatten(-1, (2, 16))).flatten(-2),
+        within=0.01,
+        unsupported=ROUNDED,
+        arrays=False,
+        autocast=False,
+    ),
+    Function(
         "lokr_linear(x, w1, (a, b), base=)",
         lambda draw: [draw(6, 12), draw(2, 3), draw(5, 2), draw(2, 4), draw(6, 10)],
         lambda x, w1, a, b, base: fastkron_py.lokr_linear(x, w1, (a, b), base=base, scale=0.5),

@@ -15,14 +15,14 @@ from torch.autograd.graph import increment_version
 from fastkron_py.kron.api import ArrayT, kron_matmul
 from fastkron_py.kron.api import Scalar as Scale
 from fastkron_py.kron.families.butterfly import takes_transform, transform
-from fastkron_py.kron.hadamard_orders import factor_sizes, matrices, padded_matrix, shrunk, split
+from fastkron_py.kron.hadamard_orders import constants_of, factor_sizes, matrices, padded_matrix, shrunk, split
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import backend_of_call, choose_backend, is_interpreting
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.checks import HALF_DTYPES, can_write, check_out, check_scalar, check_tensor, is_same
-from fastkron_py.runtime.eager import constants, takes_fast_path
+from fastkron_py.runtime.eager import takes_fast_path
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.operator import GradientCall, Operator, Saved
 from fastkron_py.runtime.precision import autocast_dtype
@@ -116,7 +116,7 @@ def hadamard(
     return cast("ArrayT", y if out is None or y is out else cast("Tensor", out).copy_(y))
 
 
-def _with_signs(x: Tensor, signs: Any, transpose: bool, out: Any, options: dict[str, Any]) -> Tensor:
+def _with_signs(x: Tensor, signs: Any, transpose: bool, out: Any, options: dict[str, Any]) -> Any:
     """The transform with a diagonal matrix before it, or behind the transposed one; options are scale and precision."""
     check_tensor("signs", signs, x, "x")
     if signs.shape != x.shape[-1:]:
@@ -136,13 +136,13 @@ def _transform(x: Tensor, scale: Any, transpose: bool, precision: str | None, ou
     m, bits = split(n)
     adds = not isinstance(scale, Tensor)
     if adds and has_additions(m, bits, x.dtype, x.device, backend):
-        (matrix,) = _turned(_constants(padded_matrix, (m,), x.device), transpose)
+        (matrix,) = _turned(constants_of(padded_matrix, (m,), x.device), transpose)
         options = scale, m, bits, backend
         if out is not None and x.numel() and can_write([x], out, True):
             return lambda x: _write(x, matrix, options, out)
         return lambda x: _added(x, matrix, options)
     if adds and x.dtype == torch.float64 and bits >= _LEAST_ALONE and has_additions(1, bits, x.dtype, x.device, backend):
-        parts = [*_turned(_constants(matrices, ((m,), x.dtype), x.device), transpose), 1 << bits]
+        parts = [*_turned(constants_of(matrices, ((m,), x.dtype), x.device), transpose), 1 << bits]
 
         def by_parts(x: Tensor) -> Tensor:
             y: Tensor = operator(kron_matmul(x.reshape(-1, n), parts).view(*shape[:-1], m, 1 << bits), None, scale, 1, bits, backend)
@@ -150,15 +150,8 @@ def _transform(x: Tensor, scale: Any, transpose: bool, precision: str | None, ou
 
         return by_parts
     sizes = factor_sizes(n)
-    factors, alpha = _turned(_constants(matrices, (sizes, x.dtype), x.device), transpose), scale * shrunk(sizes, x.dtype)
+    factors, alpha = _turned(constants_of(matrices, (sizes, x.dtype), x.device), transpose), scale * shrunk(sizes, x.dtype)
     return lambda x: kron_matmul(x.reshape(-1, n), factors, alpha=alpha, precision=precision).view(shape)
-
-
-def _constants(make: Callable[..., Sequence[Any]], arguments: tuple[Any, ...], device: torch.device) -> Sequence[Any]:
-    """Constants on a device, also of a graph that is being compiled."""
-    if torch.compiler.is_compiling():
-        return [None if t is None else t.to(device) for t in make(*arguments)]
-    return constants(make, arguments, device)
 
 
 def _turned(made: Sequence[Any], transpose: bool) -> Sequence[Any]:

@@ -10,8 +10,9 @@ order n whose periodic autocorrelations cancel, which a search finds (Williamson
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from operator import index
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -262,6 +263,13 @@ def padded_matrix(m: int) -> list[Tensor | None]:
     return [matrix]
 
 
+def constants_of(make: Callable[..., Sequence[Any]], arguments: tuple[Any, ...], device: torch.device) -> Sequence[Any]:
+    """Constants on a device, also of a graph that is being compiled."""
+    if torch.compiler.is_compiling():
+        return [None if t is None else t.to(device) for t in make(*arguments)]
+    return constants(make, arguments, device)
+
+
 class Hadamard(NamedTuple):
     """A Hadamard matrix as a factor of any function: ``scale * H``, entries of H are 1 and -1, as `hadamard` multiplies with.
 
@@ -291,14 +299,18 @@ class Hadamard(NamedTuple):
 
     def matrix(self, like: Tensor) -> Tensor:
         """The matrix itself, of this tensor's dtype and device."""
-        (made,) = constants(_dense, (self.order, self.scale, like.dtype), like.device)
-        return cast("Tensor", made)
+        in_graph = torch.compiler.is_compiling()  # where a number that differs from call to call is a symbol
+        (made,) = constants_of(_dense, (index(self.order), 1.0 if in_graph else self.scale, like.dtype), like.device)
+        return cast("Tensor", made * self.scale if in_graph else made)
 
 
+@constant_in_graphs
 def _dense(order: int, scale: float, dtype: torch.dtype) -> list[Tensor]:
     m, bits = split(order, "Hadamard: order")
     made = torch.from_numpy(np.kron(cast("Matrix", hadamard_matrix(m)), _sylvester(1 << bits)))
-    return [made.double().mul(scale).to(dtype)]
+    made = made.double().mul(scale).to(dtype)
+    mark_static(made)
+    return [made]
 
 
 def with_matrices(factors: Sequence[Any], like: Tensor) -> list[Any]:

@@ -232,7 +232,7 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 def _widened(order: int, unit: float, *tensors: Tensor) -> list[Tensor]:
     """x, the factors of the Hadamard matrix of this order and scale, and the others: in float32 for half types."""
     dtype = torch.float32 if tensors[0].dtype in HALF_DTYPES else tensors[0].dtype
-    x, *factors = [t.to(dtype, memory_format=torch.contiguous_format) for t in tensors]
+    x, *factors = [t.to(dtype).contiguous() for t in tensors]  # a memory format copies nothing of the same dtype
     made = constants(matrices, (factor_sizes(order), dtype), x.device) if order > 1 else ()
     return [x, *[t * unit if i == 0 else t for i, t in enumerate(made)], *factors]
 

@@ -268,6 +268,26 @@ def test_groups_of_float16_and_strides(backend_name: str, device: torch.device) 
         assert_nearest(kron_quantize(x, factors, torch.int8, clip_ratio=0.6), wanted, torch.float16, torch.int8, 0.6)
 
 
+def test_groups_in_graphs_batches_and_autocast(backend_name: str, device: torch.device) -> None:
+    for name in ("256", "four factors", "of order 12"):
+        x, factors, wanted = grouped(name, torch.bfloat16, device, 6)
+
+        def rotated(x: torch.Tensor, factors: list[Any] = factors) -> tuple[torch.Tensor, torch.Tensor]:
+            return tuple(kron_quantize(x, factors, torch.int8))
+
+        found = Quantized(*rotated(x))
+        assert_nearest(found, wanted, torch.bfloat16, torch.int8)
+        compiled = torch.compile(rotated, fullgraph=True, backend="aot_eager")
+        batched = torch.func.vmap(rotated)(x.view(2, 3, -1))
+        flat = [t.flatten(0, 1) for t in batched]
+        with torch.autocast(device.type, torch.bfloat16):
+            cast = rotated(x.float(), [f.float() if isinstance(f, torch.Tensor) else f for f in factors])
+        for same in (compiled(x), flat, cast):
+            assert all(torch.equal(a, b) for a, b in zip(found, same, strict=True)), name
+        empty = kron_quantize(x[:0], factors, "int4")
+        assert empty.values.shape == (0, x.shape[1] // 2)
+
+
 def test_groups_take_one_launch(device: torch.device) -> None:
     """Half types of the first list do, and the second list does not."""
     for name in GROUPS:
