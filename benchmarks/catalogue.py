@@ -21,6 +21,7 @@ import benchmarks.kron.modes
 import benchmarks.kron.products
 import benchmarks.kron.quantize
 import benchmarks.kron.quantum
+import benchmarks.kron.rotate
 import benchmarks.kron.solve
 import benchmarks.rational.activations
 import benchmarks.rational.cpu
