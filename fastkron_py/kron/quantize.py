@@ -71,9 +71,10 @@ def kron_quantize(
     This is the transform and the per-token quantisation in front of a linear layer with weights in four or eight bits (FlatQuant:
     Sun et al., 2025). A row's scale is ``clip_ratio * max|y| / largest``, with the largest number of the format: 127 of int8, 448 of
     float8_e4m3fn, 7 of int4. Values beyond are clipped; ties are rounded to even. Two factors of up to 256 and 128 rows and columns
-    in half types are multiplied, and their rows rounded, in one launch on GPUs with warpgroup products (Hopper); elsewhere rounding takes
-    a launch of its own. A row of zeros has scale 1. A row with an infinity or a NaN has a scale of NaN, and undefined values; so does a
-    row of float64 whose scale is too large for float32. There are no gradients.
+    in half types are multiplied, and their rows rounded, in one launch on GPUs with warpgroup products (Hopper); so are groups of a row,
+    ``[n, Hadamard(256)]`` or ``[n, *[F] * 4]``, on NVIDIA's GPUs from sm_80 on (orders that are powers of two, to 1024; rows to 32768).
+    Elsewhere rounding takes a launch of its own. A row of zeros has scale 1. A row with an infinity or a NaN has a scale of NaN, and
+    undefined values; so does a row of float64 whose scale is too large for float32. There are no gradients.
 
     Args:
         x: ``[*, K]``, a torch tensor of float16, bfloat16, float32 or float64; under autocast of its dtype, as in `kron_matmul`.
