@@ -267,6 +267,16 @@ FUNCTIONS: list[Function] = [
         autocast=False,
     ),
     Function(
+        "kron_quantize(x, factors, torch.int8, group_size=)",
+        lambda draw: [draw(6, 12), draw(3, 4), draw(4, 5)],
+        lambda x, *fs: fastkron_py.kron_quantize(x, fs, torch.int8, group_size=10).dequantize(),
+        lambda x, *fs: reference.kron_matmul(x, fs),
+        within=0.01,
+        unsupported=ROUNDED,
+        arrays=False,
+        autocast=False,
+    ),
+    Function(
         "lokr_linear(x, w1, (a, b), base=)",
         lambda draw: [draw(6, 12), draw(2, 3), draw(5, 2), draw(2, 4), draw(6, 10)],
         lambda x, w1, a, b, base: fastkron_py.lokr_linear(x, w1, (a, b), base=base, scale=0.5),

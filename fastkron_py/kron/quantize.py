@@ -20,7 +20,7 @@ from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import backend_of_call, choose_backend, is_interpreting
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import HALF_DTYPES, check_precision, check_scalar
+from fastkron_py.runtime.checks import HALF_DTYPES, check_integer, check_precision, check_scalar
 from fastkron_py.runtime.eager import constants
 from fastkron_py.runtime.errors import type_error, value_error
 from fastkron_py.runtime.gpu import next_power_of_two
@@ -48,7 +48,7 @@ class Quantized(NamedTuple):
     Attributes:
         values: ``[*, N]`` of int8 or float8_e4m3fn; of int4 ``[*, N / 2]`` of uint8, an even column's value in the low four bits and
             the next one's in the high four, in two's complement.
-        scales: ``[*, 1]`` of float32.
+        scales: ``[*, 1]`` of float32; with groups of columns ``[*, N / group_size]``.
     """
 
     values: Tensor
@@ -56,15 +56,23 @@ class Quantized(NamedTuple):
 
     def dequantize(self) -> Tensor:
         """The product again, ``[*, N]`` of float32, with an error of at most half a step of the format."""
-        if self.values.dtype != torch.uint8:
-            return self.values.float() * self.scales
-        signed = self.values.view(torch.int8)
-        pairs = torch.stack([(signed << _NIBBLE) >> _NIBBLE, signed >> _NIBBLE], -1)
-        return pairs.flatten(-2).float() * self.scales
+        values = self.values
+        if values.dtype == torch.uint8:
+            signed = values.view(torch.int8)
+            values = torch.stack([(signed << _NIBBLE) >> _NIBBLE, signed >> _NIBBLE], -1).flatten(-2)
+        groups = self.scales.shape[-1]
+        split: Tensor = values.float().unflatten(-1, (groups, values.shape[-1] // groups))
+        return (split * self.scales[..., None]).flatten(-2)
 
 
 def kron_quantize(
-    x: Tensor, factors: Sequence[Factor | Hadamard], dtype: torch.dtype | str, *, clip_ratio: float = 1.0, precision: str | None = None
+    x: Tensor,
+    factors: Sequence[Factor | Hadamard],
+    dtype: torch.dtype | str,
+    *,
+    group_size: int | None = None,
+    clip_ratio: float = 1.0,
+    precision: str | None = None,
 ) -> Quantized:
     """Multiply with a Kronecker product and round each row: ``x @ (F1 (x) ... (x) FN)`` as ``scales * values``.
 
@@ -81,6 +89,8 @@ def kron_quantize(
         factors: matrices ``[P_i, Q_i]`` of x's dtype and device; ``K = prod P_i``, ``N = prod Q_i``. An integer n stands for the identity
             I_n, as in `kron_matmul`: ``[n, F]`` multiplies each of n groups of a row. `Hadamard` stands for a Hadamard matrix.
         dtype: torch.int8, torch.float8_e4m3fn or "int4".
+        group_size: how many neighbouring columns have a scale of their own, a divisor of N; None for one scale of each row. A group that
+            holds whole groups of ``[n, F]`` is rounded as a row is; others are rounded by a launch of their own.
         clip_ratio: a number above 0, at most 1: the share of a row's largest absolute value that is the format's largest number.
         precision: of float32 products, as in `kron_matmul`.
 
@@ -89,7 +99,8 @@ def kron_quantize(
 
     Raises:
         TypeError: x or a factor is no torch tensor, dtypes that differ or are complex, or another format.
-        ValueError: shapes that do not chain, factors that are no matrices, an odd N with "int4", or a clip_ratio out of range.
+        ValueError: shapes that do not chain, factors that are no matrices, an odd N with "int4", or a clip_ratio or group_size out of
+            range.
 
     Example:
         >>> x, factors = torch.randn(16, 4096), [torch.randn(64, 64) / 8 for _ in range(2)]
@@ -99,6 +110,8 @@ def kron_quantize(
         >>> bool((y.dequantize() - kron_matmul(x, factors)).abs().max() <= 0.5 * y.scales.max() + 1e-3)
         True
     """
+    if group_size is not None:
+        return _in_groups(x, factors, dtype, group_size, {"clip_ratio": clip_ratio, "precision": precision})
     key: Any = None
     given: tuple[Any, ...] = (x,)
     if type(factors) in (list, tuple) and type(clip_ratio) is float and not torch.compiler.is_compiling():
@@ -121,9 +134,7 @@ def kron_quantize(
     if x.is_complex():
         raise type_error("x", "a real dtype", x.dtype)
     check_precision(precision)
-    for i, f in enumerate(listed, start=len(factors) - len(listed)):
-        if isinstance(f, Tensor) and f.ndim != _MATRIX:
-            raise value_error(f"factors[{i}]", "a matrix", f"shape {tuple(f.shape)}")
+    _check_matrices(factors, listed)
     shape = result_shape(tuple(x.shape), [(groups, groups), (order, order), *[shape_of(f) for f in listed]])
     if kind == INT4 and shape[-1] % 2:
         raise value_error("factors", 'an even number of columns in all for "int4", which has two in a byte', shape[-1])
@@ -136,12 +147,51 @@ def kron_quantize(
         # Others stay the tensors that were given: one that comes twice is found in the cache as such.
         x, *listed = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in (x, *listed)]
         if any([is_identity(f) for f in listed]):  # between matrices: a product of its own
-            wide, given_precision = (torch.float32, "high") if x.dtype in HALF_DTYPES else (x.dtype, precision)
-            y = kron_matmul(x.to(wide), [groups, *[f if is_identity(f) else f.to(wide) for f in listed]], precision=given_precision)
-            x, groups, listed, key = y, shape[-1], [], None
+            x, groups, listed, key = _product(x, [groups, *listed], precision), shape[-1], [], None
         key = key if len(given) == 1 + len(listed) else None  # a Hadamard matrix beside others is made
         options = float(ratio) / LARGEST[kind], unit, groups, order, kind, precision, backend_of_call()
         return Quantized(*operator(x, listed, *options, key=key))
+
+
+def _check_matrices(factors: Sequence[Any], listed: Sequence[Any]) -> None:
+    """The last ones of the factors are matrices or identities."""
+    for i, f in enumerate(listed, start=len(factors) - len(listed)):
+        if isinstance(f, Tensor) and f.ndim != _MATRIX:
+            raise value_error(f"factors[{i}]", "a matrix", f"shape {tuple(f.shape)}")
+
+
+def _product(x: Tensor, factors: Sequence[Any], precision: str | None) -> Tensor:
+    """In float32 for half types, so that it is rounded once."""
+    wide, precision = (torch.float32, "high") if x.dtype in HALF_DTYPES else (x.dtype, precision)
+    y: Tensor = kron_matmul(x.to(wide), [f if is_identity(f) else f.to(wide) for f in factors], precision=precision)
+    return y
+
+
+def _in_groups(x: Tensor, factors: Sequence[Any], dtype: Any, group_size: int, options: dict[str, Any]) -> Quantized:
+    """With a scale for each group of columns, which are rows of a product that ends there; options are clip_ratio and precision."""
+    listed = factors_and_identities(factors)
+    check_tensors(x, [], None, ("x", "factors", ""))
+    _check_matrices(factors, listed)
+    sizes = [f.shape if isinstance(f, Hadamard) else shape_of(f) for f in listed]
+    n = result_shape(tuple(x.shape), sizes)[-1]
+    size = check_integer("group_size", group_size, "None or an integer")
+    if size < 1 or n < 1 or n % size:
+        raise value_error("group_size", f"a divisor of the product's {n} columns", size)
+    if dtype == INT4 and size % 2:
+        raise value_error("group_size", 'an even number for "int4", which has two columns in a byte', size)
+    first = next((i for i, f in enumerate(listed) if not is_identity(f)), len(listed))
+    columns = math.prod([q for _, q in sizes[first:]])
+    if size % columns == 0:
+        groups = kron_quantize(x.unflatten(-1, (n // size, -1)), [size // columns, *listed[first:]], dtype, **options)
+    else:
+        if autocast_dtype(x) is not None:
+            x, listed, _ = autocasted(x, listed, None)
+        listed = with_matrices(listed, x)
+        check_tensors(x, listed, None, ("x", "factors", ""), identities=True)
+        with torch.no_grad():
+            y = _product(x, listed, options["precision"])
+        groups = kron_quantize(y.unflatten(-1, (n // size, size)), [size], dtype, **options)
+    return Quantized(groups.values.flatten(-2), groups.scales.squeeze(-1))
 
 
 def _rotation(x: Tensor, factors: list[Any]) -> tuple[int, int, float, list[Any]]:

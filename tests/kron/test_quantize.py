@@ -309,6 +309,42 @@ def test_groups_take_one_launch(device: torch.device) -> None:
     assert rotate.rotation(16384, 1, [(4, 4)] * 5) is None  # A is in shared memory twice for each warp
 
 
+@pytest.mark.parametrize("size", [12, 32, 64, 192])
+def test_a_scale_for_each_group_of_columns(size: int, backend_name: str, device: torch.device) -> None:
+    """Whole groups of a rotation, parts of one, and all; each group of columns is held to its own scale."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 192, dtype=torch.float64).to(device, torch.bfloat16)
+    x[..., ::50] *= 20
+    factor = torch.randn(4, 4, dtype=torch.float64).to(device, torch.bfloat16)
+    like = torch.empty(0, dtype=torch.float64, device=device)
+    for factors in ([6, Hadamard(32, 0.125)], [192], [3, factor, 16], [12, factor, factor]):
+        dense = [
+            torch.eye(f, dtype=like.dtype, device=device)
+            if isinstance(f, int)
+            else f.matrix(like)
+            if isinstance(f, Hadamard)
+            else f.double()
+            for f in factors
+        ]
+        wanted = reference.kron_matmul(x.double(), dense)
+        for kind in FORMATS:
+            found = kron_quantize(x, factors, kind, group_size=size, clip_ratio=0.9)
+            assert found.scales.shape == (2, 5, 192 // size)
+            assert found.values.shape == (2, 5, 96 if kind == "int4" else 192)
+            parts = Quantized(found.values.unflatten(-1, (192 // size, -1)), found.scales[..., None])
+            assert torch.equal(parts.dequantize().flatten(-2), found.dequantize())
+            assert_nearest(parts, wanted.unflatten(-1, (-1, size)), torch.bfloat16, kind, 0.9)
+    if size < 192:
+        whole = kron_quantize(x, [192], torch.int8)  # a control: a row's scale is not its groups'
+        scales = whole.scales[..., None].expand(2, 5, 192 // size, 1)
+        groups = Quantized(whole.values.unflatten(-1, (-1, size)), scales)
+        with pytest.raises(AssertionError):
+            assert_nearest(groups, x.double().unflatten(-1, (-1, size)), torch.bfloat16, torch.int8)
+    empty = kron_quantize(x[:0], [6, Hadamard(32)], torch.int8, group_size=size)
+    assert empty.scales.shape == (0, 5, 192 // size)
+    assert empty.dequantize().shape == (0, 5, 192)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 def test_groups_that_are_not_finite(backend_name: str, device: torch.device) -> None:
     x, factors, wanted = grouped("256", torch.bfloat16, device, 4)
@@ -379,6 +415,15 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sizes of groups": ({"factors": [5, Hadamard(2)]}, ValueError, "x: expected dimension -1 of size 10"),
     "no Hadamard matrix": ({"factors": [Hadamard(6), 2]}, ValueError, "Hadamard: order: expected m * 2^k"),
     "precision": ({"precision": "low"}, ValueError, "precision"),
+    "group_size": ({"group_size": 7}, ValueError, "group_size: expected a divisor of the product's 20 columns; got 7"),
+    "group_size of 0": ({"group_size": 0}, ValueError, "group_size: expected a divisor"),
+    "group_size as a float": ({"group_size": 2.0}, TypeError, "group_size: expected None or an integer"),
+    "odd group_size": ({"group_size": 5, "dtype": "int4"}, ValueError, 'group_size: expected an even number for "int4"'),
+    "batches in groups": (
+        {"factors": [torch.zeros(2, 3, 4), torch.zeros(4, 5)], "group_size": 2},
+        ValueError,
+        "factors[0]: expected a matrix",
+    ),
 }
 
 
