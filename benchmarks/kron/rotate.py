@@ -93,7 +93,7 @@ def _kitchen(problem: Rotation) -> Call:
 def _case(rows: int, width: int) -> Case:
     return Case(
         label=f"{rows} x {width}",
-        parameters={"M": rows, "n": width},
+        parameters={"M": rows, "n": width, "dtype": "bfloat16"},
         dtype="bfloat16",
         tolerance=0.02,
         floor_bytes=3 * rows * width + 4 * rows,

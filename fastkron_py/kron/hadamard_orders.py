@@ -275,9 +275,12 @@ class Hadamard(NamedTuple):
 
     Its values are not read where a kernel has additions, and made where none has.
 
-    Attributes:
+    Args:
         order: m * 2^k, as in `hadamard`.
         scale: of all entries; ``order ** -0.5`` makes the matrix orthogonal.
+
+    Raises:
+        ValueError: where it is used, an order of which no Hadamard matrix is known.
 
     Example:
         >>> Hadamard(2).matrix(torch.empty(0)).tolist()

@@ -90,9 +90,9 @@ def test_gradients_of_float32_factors_are_not_rounded(
     want = torch.autograd.grad(reference.lokr_linear(x.double(), *leaves, scale=0.5), leaves, dy.double())
     for got, control, w in zip(gradients(torch.float32), gradients(dtype), want, strict=True):
         assert got.dtype == torch.float32
-        # Torch's products on GPUs round what lies between them to the half dtype.
+        # Torch's products on GPUs round twice what lies between them to the half dtype.
         rounds_between = backend_name == "torch" and device.type == "cuda"
-        assert relative(got, w) < (relative(control, w) if rounds_between else bound)
+        assert relative(got, w) < (8 * bound if rounds_between else bound)
         assert relative(control, w) > bound
 
 

@@ -254,7 +254,12 @@ def test_compiled_vmap(function: Function) -> None:
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's own, of batched tensors
-        of_all, of_first = torch.compile(both, fullgraph=True, backend="aot_eager")(*stacked)
+        try:
+            of_all, of_first = torch.compile(both, fullgraph=True, backend="aot_eager")(*stacked)
+        except torch._dynamo.exc.Unsupported as error:
+            if "custom_function_call at dispatch key DispatchKey.FuncTorchVmapMode" not in str(error):
+                raise
+            pytest.skip("Dynamo of torch 2.11 takes no autograd function under vmap")
     dys = torch.randn_like(of_all)
     found = torch.autograd.grad(of_all, stacked, dys)
     for i, tensors in enumerate(several):

@@ -92,10 +92,12 @@ def test_sums_of_many_programs_are_float64_s(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gpu", [HOPPER, AMD], ids=lambda gpu: gpu.name)
-def test_only_nvidia_s_compiler_is_given_a_limit_of_registers(gpu: GPU, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_nvidia_s_compiler_is_given_a_limit_of_registers(
+    gpu: GPU, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other compilers of Triton raise a KeyError, of None as well."""
     monkeypatch.setattr(devices, "gpu_of", lambda _device: gpu)
-    p = problem((64, 768), 8, dtype=dtype)
+    p = problem((64, 768), 8, dtype=dtype, device=device)
     options = "B", dtype, "triton"
     of_both = program.forward(p[:3], options)._steps + program.gradients((p.dy, p.x, p.a, p.b), (True, True, True, *options))._steps
     arguments = [step.run.configs[0].arguments for step in of_both]

@@ -158,7 +158,8 @@ def test_buffers_live_from_their_first_use_to_their_last(is_compiled: bool, monk
         found = program((x, y), (0.5,))
     assert_chain(found, x, y, 0.5)
     assert seen == [1, 2, 2, 2]
-    assert mode.sizes == [COUNT * 8] * 4
+    assert set(mode.sizes) == {COUNT * 8}
+    assert len(mode.sizes) in (4, 8)  # where there is a compiler, a first run of kernels comes after one that compiles them
 
 
 def test_results_of_calls_alone_live_until_their_last_use() -> None:

@@ -37,7 +37,7 @@ def test_a_figure_that_is_not_there_is_named() -> None:
 
 
 def test_a_file_holds_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates.resources, "files", lambda _: tmp_path)
+    monkeypatch.setattr(rates, "__file__", str(tmp_path / "__init__.py"))
     (tmp_path / "first.json").write_text(json.dumps({"tile": {"start": 1e-6, "share": {"2": 0.5, "4": 0.6}}}))
     (tmp_path / "second.json").write_text(json.dumps({"like": "first", "tile": {"share": {"4": 0.7}}}))
     other = replace(HOPPER, rates="second")

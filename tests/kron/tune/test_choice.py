@@ -48,6 +48,8 @@ def multiply_of(p):
     ],
 )
 def test_what_families_do_not_offer_is_not_taken(chosen, p):
+    if torch.cuda.is_available() and chosen.launches and chosen.launches[0].family == "fragments":
+        pytest.skip("Hopper's GPUs are offered fragments")
     assert UNMERGED.is_offered(multiply_of(problem()))
     assert chain().is_offered(multiply_of(problem(SQUARE)))
     assert not chosen.is_offered(multiply_of(p))
