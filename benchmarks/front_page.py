@@ -125,7 +125,7 @@ def _included(docs: str) -> list[list[str]]:
         [f"[Lazy operators]({docs}guides/operators.md): `solve`, `logdet`, `eigh`, samples", f"{cholesky} a dense Cholesky solve"],
         [
             f"[Rotations and Hadamard transforms]({docs}guides/kronecker.md)",
-            f"{of('hadamard', 'fast_hadamard_transform')} fast_hadamard_transform",
+            f"{of('rotate', 'comfy-kitchen')} comfy-kitchen, {of('hadamard', 'fast_hadamard_transform')} fast_hadamard_transform",
         ],
         [f"[Kolmogorov-Arnold networks]({docs}guides/kan.md) over nine bases", f"{compiled} `torch.compile`, with gradients"],
         [f"[Kolmogorov-Arnold transformers]({docs}guides/kat.md) in timm", f"{flash} FlashKAT's algorithm, {vit} a ViT"],
@@ -161,6 +161,7 @@ def _comparisons(docs: str) -> list[list[str]]:
         row("products, bfloat16 and float16", kron, "kron_half", "matmul + transpose", "torch, one factor at a time"),
         row("products, float64", kron, "kron_float64", "GPyTorch"),
         row("Hadamard transforms", kron, "hadamard", "fast_hadamard_transform", "fast_hadamard_transform 1.1.0"),
+        row("rotated rows, bfloat16 to int8", kron, "rotate", "comfy-kitchen", "comfy-kitchen 0.2.40"),
         row("gates on 16 and 24 qubits", kron, "quantum", "permute + mm", "permute and torch.mm"),
         row("KISS-GP, a training step", gp, "gp_ski", "GPyTorch", how="eager"),
         row("KISS-GP, a training step", gp, "gp_ski", "GPyTorch, dense factors", how="eager"),
@@ -175,6 +176,9 @@ def _comparisons(docs: str) -> list[list[str]]:
         row("training KAT", kat, "kat", "FlashKAT's algorithm", how="eager"),
         row("training KAT", kat, "kat", "ViT", "the ViT of its size", how="eager"),
         row("gated MLPs, bfloat16", gated, "gated", "cuBLAS + SwiGLU kernel"),
+        row("layers of Llama, Qwen2.5 and Phi-4", gated, "gated_models", "transformers"),
+        row("layers of Llama, Qwen2.5 and Phi-4", gated, "gated_models", "Liger's SwiGLU"),
+        row("layers of Llama, Qwen2.5 and Phi-4", gated, "gated_models", "torch.compile"),
         row("gated layers", gated, "gated_cpu", "torch", how="eager"),
     ]
     four = [(_scaling(grid), told) for grid, told in (("4 x 1", "rows"), ("2 x 2", "both"), ("1 x 4", "columns"))]
