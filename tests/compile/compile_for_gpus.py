@@ -60,11 +60,8 @@ HADAMARD: dict[str, tuple[torch.dtype, int, int]] = {
 # name: (dtype, the format, width, the order of Sylvester's matrix, the factors' width and how many); the largest launches first
 ROTATED: dict[str, tuple[torch.dtype, str, int, int, int, int]] = {
     "rotation 1024, int8": (HALF, "int8", 16384, 1024, 1, 0),
-    "rotation 512, float16, int4": (torch.float16, "int4", 32768, 512, 1, 0),
     "rotation 256, float8": (HALF, "float8_e4m3fn", 32768, 256, 1, 0),
     "rotation 4^5, int8": (HALF, "int8", 8192, 1, 4, 5),
-    "rotation 4^4, int8": (HALF, "int8", 32768, 1, 4, 4),
-    "rotation 16^2, float16, float8": (torch.float16, "float8_e4m3fn", 15360, 1, 16, 2),
 }
 # name: (dtype, rows, width of both factors)
 COPIED: dict[str, tuple[torch.dtype, int, int]] = {
@@ -245,7 +242,7 @@ def main() -> None:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         problem = current
-        if wanted is not None and (problem, self.__name__) not in wanted:
+        if warmup or (wanted is not None and (problem, self.__name__) not in wanted):  # ahead of a first run, which comes next
             return
 
         def compile_it() -> None:

@@ -28,13 +28,26 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDE = {d: torch.complex128 if d.is_complex else torch.float64 for d in (*FUNCTIONS[0].dtypes,)}
 
 
-def every(contract: str, chosen: Callable[[Function], bool] = lambda f: True) -> Any:
-    """One case for each function that the contract applies to; what a function does not support is expected to fail as its row says."""
+def is_lazy(function: Function) -> bool:
+    """Whether it is a method of a lazy operator, which multiplies by `kron_matmul`."""
+    return function.name.startswith(("Kronecker", "(K1"))
+
+
+def every(
+    contract: str, chosen: Callable[[Function], bool] = lambda f: True, *, later: Callable[[Function], bool] = lambda f: False
+) -> Any:
+    """One case for each function that the contract applies to; what a function does not support is expected to fail as its row says.
+
+    Args:
+        contract: its name in the table.
+        chosen: functions that it applies to.
+        later: those that `make test-full` tries, since their operators are others' too.
+    """
     cases = []
     for f in FUNCTIONS:
         missing = f.unsupported.get(contract)
         if chosen(f) and (missing is None or missing.error is not None):
-            cases.append(pytest.param(f, id=f.name))
+            cases.append(pytest.param(f, id=f.name, marks=[pytest.mark.full] if later(f) else []))
     return pytest.mark.parametrize("function", cases)
 
 
@@ -163,7 +176,7 @@ def test_writes_in_place(function: Function) -> None:
                 check_gradients(function, found, expected)
 
 
-@every("batches of gradients")
+@every("batches of gradients", later=is_lazy)
 def test_batches_of_gradients(function: Function) -> None:
     options: dict[str, Any] = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
 
@@ -241,7 +254,7 @@ def test_vmap(function: Function) -> None:
                 check_gradients(function, [g[i] for g in found], gradients_of(function, tensors, dys[i]))
 
 
-@every("gradients", lambda f: not {"vmap", "compile"} & f.unsupported.keys())
+@every("gradients", lambda f: not {"vmap", "compile"} & f.unsupported.keys(), later=is_lazy)
 def test_compiled_vmap(function: Function) -> None:
     """Inside of a graph the operators' own rules serve, and in its backward pass those of their gradients."""
     several = [wanted(function) for _ in range(2)]
