@@ -264,7 +264,8 @@ class Program:
         run = self._runs.get(key)
         if run is None:
             run = _Straight(self, scalars).run()
-            self._compile(lambda: run(given, scalars))
+            if not self._runs:  # else the kernels are there, whatever the scalars are
+                self._compile(lambda: run(given, scalars))
             self._keep(key, run)
         return run(given, scalars)
 

@@ -229,6 +229,18 @@ MORE_GROUPS: dict[str, list[Any]] = {
 }
 
 
+def dense_factors(factors: list[Any], device: torch.device) -> list[torch.Tensor]:
+    """Matrices of float64 in place of identities, Hadamard matrices and factors of other dtypes."""
+    like = torch.empty(0, dtype=torch.float64, device=device)
+
+    def dense(factor: Any) -> torch.Tensor:
+        if isinstance(factor, int):
+            return torch.eye(factor, dtype=like.dtype, device=device)
+        return factor.matrix(like) if isinstance(factor, Hadamard) else factor.double()
+
+    return [dense(f) for f in factors]
+
+
 def grouped(name: str, dtype: torch.dtype, device: torch.device, rows: int = 5) -> Any:
     """(x, factors, the float64 product); the first integer of the lists is an identity, later ones are matrices, -n is I_n."""
     torch.manual_seed(0)
@@ -239,15 +251,7 @@ def grouped(name: str, dtype: torch.dtype, device: torch.device, rows: int = 5) 
         random = torch.randn(abs(f), abs(f), dtype=torch.float64) if isinstance(f, int) else None
         is_plain = isinstance(f, Hadamard) or f < 0 or (name == "1024" and f == 1)
         factors.append((abs(f) if isinstance(f, int) else f) if is_plain else random.to(device, dtype))  # type: ignore[union-attr]
-    like = torch.empty(0, dtype=torch.float64, device=device)
-    dense = [
-        torch.eye(f, dtype=torch.float64, device=device)
-        if isinstance(f, int)
-        else f.matrix(like)
-        if isinstance(f, Hadamard)
-        else f.double()
-        for f in factors
-    ]
+    dense = dense_factors(factors, device)
     x = torch.randn(rows, int(torch.tensor([f.shape[0] for f in dense]).prod()), dtype=torch.float64).to(device, dtype)
     return x, factors, reference.kron_matmul(x.double(), dense)
 
@@ -316,17 +320,8 @@ def test_a_scale_for_each_group_of_columns(size: int, backend_name: str, device:
     x = torch.randn(2, 5, 192, dtype=torch.float64).to(device, torch.bfloat16)
     x[..., ::50] *= 20
     factor = torch.randn(4, 4, dtype=torch.float64).to(device, torch.bfloat16)
-    like = torch.empty(0, dtype=torch.float64, device=device)
     for factors in ([6, Hadamard(32, 0.125)], [192], [3, factor, 16], [12, factor, factor]):
-        dense = [
-            torch.eye(f, dtype=like.dtype, device=device)
-            if isinstance(f, int)
-            else f.matrix(like)
-            if isinstance(f, Hadamard)
-            else f.double()
-            for f in factors
-        ]
-        wanted = reference.kron_matmul(x.double(), dense)
+        wanted = reference.kron_matmul(x.double(), dense_factors(factors, device))
         for kind in FORMATS:
             found = kron_quantize(x, factors, kind, group_size=size, clip_ratio=0.9)
             assert found.scales.shape == (2, 5, 192 // size)
