@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import os
 import sys
-import tempfile
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -17,9 +16,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # The closed form chooses, whatever this machine's user has tuned; tests of tuning use `tables`.
 os.environ["FASTKRON_TUNING"] = "off"
-
-# Inductor finds compiled graphs by their operators' names, whatever their arguments are: each checkout has a cache of its own.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_fastkron_{zlib.crc32(__file__.encode()):08x}")
 
 import numpy as np
 import torch

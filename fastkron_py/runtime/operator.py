@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import zlib
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,6 +23,19 @@ from fastkron_py.runtime.program import Program, picker
 NAMESPACE: Final = "fastkron"  # hub/build.py writes another one here
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 """Every operator of the library is registered here."""
+
+
+def source_tag(package: Path) -> str:
+    """A tag for the Python files of a package: of equal files equal, wherever they lie."""
+    checksum = 0
+    for path in sorted(package.rglob("*.py")):
+        checksum = zlib.crc32(path.read_bytes(), checksum)
+    return f"{NAMESPACE}-{checksum:08x}"
+
+
+# torch keeps compiled graphs on disk under the names of their operators. What those names mean, their derivatives above all, changes
+# with this library's code, which torch does not look at: without a tag, a graph that an older version compiled would be run.
+torch.compiler.config.cache_key_tag += source_tag(Path(__file__).parents[1])
 
 _NODES: Final = "nodes of a backward pass"  # a word of `torch_internals.works`
 _MOST_REVERSES: Final = 4  # backward passes of a call, which differ in dy's strides or in the gradients that are needed

@@ -7,16 +7,18 @@ for the order of a sum: 1e-12 is far above rounding and far below a mistake.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fastkron_py.runtime import operator
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.eager import without_autocast
-from fastkron_py.runtime.operator import Operator, Saved
+from fastkron_py.runtime.operator import Operator, Saved, source_tag
 from fastkron_py.runtime.program import Program, Scalar
 
 # torch itself scripts some decompositions when forward mode is first used.
@@ -206,3 +208,17 @@ def test_which_optional_tensor_is_absent() -> None:
 def test_tensors_come_first() -> None:
     with pytest.raises(ValueError, match="expected tensors before other arguments"):
         Operator("test_order(int n, Tensor x) -> Tensor", program=_product, fake=torch.empty_like)
+
+
+# ---- graphs that torch keeps on disk ----------------------------------------------------------------
+
+
+def test_graphs_on_disk_belong_to_the_code_that_made_them(tmp_path: Path) -> None:
+    """torch finds compiled graphs by operators' names: after an update it ran the backward pass of the version before."""
+    for copy, code in {"a": "backward = 1", "b": "backward = 1", "c": "backward = 2"}.items():
+        (tmp_path / copy / "runtime").mkdir(parents=True)
+        (tmp_path / copy / "runtime" / "operator.py").write_text(code)
+    a, b, c = (source_tag(tmp_path / copy) for copy in "abc")
+    assert a == b != c
+    assert source_tag(Path(torch.__file__).parent / "no such folder") != a
+    assert torch.compiler.config.cache_key_tag.endswith(source_tag(Path(operator.__file__).parents[1]))
