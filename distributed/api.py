@@ -65,8 +65,8 @@ def kron_matmul(
     Args:
         x: this rank's block ``[m, k]``, or a DTensor ``[M, K]`` placed ``[Shard(0), Shard(1)]`` on a mesh of two dimensions.
         factors: matrices ``[P_i, Q_i]``, the same on every rank (or DTensors, replicated), of x's dtype and device. A positive
-            integer n stands for the identity I_n, which takes no multiply and has no gradient. One that comes first takes no exchange
-            either, where each rank's block is made of whole slices of the other factors.
+            integer n is the identity I_n, which takes no work and has no gradient. If it comes first, and each rank's block has all
+            fibers of the other factors, it takes no exchange either.
         grid: the ranks; needed for blocks, and taken from the mesh of a DTensor.
         alpha: scales the product: a number, or a 0-dimensional tensor, the same on every rank.
         beta: scales z, as alpha scales the product; other than 0 it needs z.

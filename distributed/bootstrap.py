@@ -53,7 +53,7 @@ class ProcessInfo:
         local_rank: this process among those on its host.
         local_world_size: number of processes on this host.
         device: where this rank's tensors belong; a GPU is the current device, too.
-        backend: ``"nccl"`` (GPUs, with Gloo beside it for tensors in host memory) or ``"gloo"``.
+        backend: ``"nccl"`` (GPUs, with Gloo for tensors in host memory) or ``"gloo"``.
     """
 
     launcher: str
@@ -87,7 +87,7 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
         Rank, sizes, device and backend.
 
     Raises:
-        TypeError: backend is no string, or timeout no duration.
+        TypeError: backend is not a string, or timeout is not a duration.
         ValueError: another backend than these or than the existing group's, a timeout that is not positive,
             or arguments that differ between ranks.
         RuntimeError: NCCL or a GPU is missing, there are more ranks than GPUs on a host, or a rank did not join in time.

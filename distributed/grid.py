@@ -42,7 +42,7 @@ class ProcessGrid:
 
     Args:
         shape: ``(GM, GK)``, or a `DeviceMesh` of two dimensions, whose groups are used. None: ``(number of ranks, 1)``,
-            which needs no exchange and is best where a product has at least as many rows as there are ranks.
+            which needs no exchange and is best if a product has at least as many rows as there are ranks.
         ranks: the ranks of the default group that make up the grid, ascending; None takes all. Not with a mesh.
         device: where tensors of this rank lie; None takes the current GPU if the default group has NCCL, else the CPU.
         private: make groups of its own, so that a thread can use this grid while another thread uses another one. They last until the
@@ -50,9 +50,8 @@ class ProcessGrid:
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a shape that does not fit the number of ranks, ranks that are not there, not ascending or differ from
-            rank to rank in their shape; a mesh without this rank or with rows or columns that do not ascend; other versions
-            of this package on some ranks.
+        ValueError: a shape that does not fit the number of ranks; ranks that do not exist or do not ascend; other arguments or another
+            version of this package on some ranks; a mesh without this rank, or with rows or columns that do not ascend.
         RuntimeError: torch's default process group does not exist; call `init_process_group` first.
         CollectiveError: a rank did not join in time.
 
@@ -76,7 +75,7 @@ class ProcessGrid:
         private: bool = False,
     ) -> None:
         if not dist.is_initialized():
-            raise RuntimeError("ProcessGrid: there is no process group; call fastkron_py.distributed.init_process_group() first")
+            raise RuntimeError("ProcessGrid: no process group exists; call fastkron_py.distributed.init_process_group() first")
         mesh = shape if isinstance(shape, DeviceMesh) else None
         self._ranks = _member_ranks(mesh, ranks)
         ascending = tuple(sorted(self._ranks))
@@ -163,7 +162,7 @@ class ProcessGrid:
 
     @property
     def control(self) -> Control:
-        """The channel on the host by which all ranks of the grid exchange messages beside their data.
+        """The channel on the host by which all ranks of the grid exchange messages apart from their data.
 
         Raises:
             ValueError: the grid has been closed.
@@ -248,7 +247,7 @@ class ProcessGrid:
         agree(self, {"call": "ProcessGrid.barrier"})
 
     def close(self) -> None:
-        """Give back peer memory, and a private grid's connections on the host; later calls over the grid are refused. Collective.
+        """Give back peer memory, and a private grid's connections on the host; later calls over the grid raise an error. Collective.
 
         Process groups last until the default group is destroyed: grids of the same ranks and shape share them, and peer memory too, which
         the next product of another one makes anew. A second close does nothing. ``with grid:`` closes it at the end of the block; after an
@@ -442,7 +441,7 @@ def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
     """The grid that a call is made over: the one that it is given, or that of a DTensor's mesh, which has to be of the same ranks.
 
     Raises:
-        TypeError: grid is no ProcessGrid.
+        TypeError: grid is not a ProcessGrid.
         ValueError: there is none; or the mesh is of others, which every rank raises.
     """
     if grid is not None and not isinstance(grid, ProcessGrid):

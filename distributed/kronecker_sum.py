@@ -30,20 +30,20 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
     """``S = A (x) I (x) I + I (x) B (x) I + I (x) I (x) C`` as an operator on matrices that are spread over a grid of ranks.
 
     Every rank holds all factors, which are small, and a block of each operand and result, as for `KroneckerProduct`. Names and errors are
-    those of `fastkron_py.KroneckerSum`, with mass matrices too. A term multiplies one mode: where blocks are whole slices of the modes
-    from that one on, nothing is exchanged for it. `solve` is two products with eigenvectors, which the first rank computes for all,
-    and a scaling between them (fast diagonalisation: Lynch, Rice and Thomas, "Direct solution of partial difference equations by tensor
-    product methods", 1964). No rank makes all eigenvalues of S.
+    those of `fastkron_py.KroneckerSum`, with mass matrices too. A term multiplies one mode. Nothing is exchanged for it if each
+    block has all elements of that mode and the later ones. `solve` is two products with eigenvectors, which the first rank computes for
+    all, and a scaling between them (fast diagonalization: Lynch, Rice and Thomas, "Direct solution of partial difference equations by
+    tensor product methods", 1964). No rank makes all eigenvalues of S.
 
     Args:
-        factors: sequence of square torch tensors ``[P_i, P_i]``, the same on every rank, on the grid's device. A positive integer n stands
-            for the identity I_n.
+        factors: sequence of square torch tensors ``[P_i, P_i]``, the same on every rank, on the grid's device. A positive integer n is the
+            identity I_n.
         masses: a mass matrix ``[P_i, P_i]``, or an integer, for each factor; None for identities.
         grid: the ranks; None makes a grid of all of them, one row each.
         reduction: over the grid's ranks, of gradients that factors and masses have from blocks, as in `kron_matmul`: "sum", or "mean".
 
     Raises:
-        TypeError: not a sequence, or factors and masses that are no torch tensors or of different dtypes.
+        TypeError: not a sequence, or factors and masses that are not torch tensors or have different dtypes.
         ValueError: no factors, identities only, an integer that is not positive, a factor that is not square, masses of another number or
             other sizes, batch dimensions, another device than the grid's, another reduction, or shapes or dtypes that differ from rank
             to rank. Every rank raises them.

@@ -39,13 +39,13 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
     Gradients reach factors and operands, as in `kron_matmul`. A value that is equal on every rank (trace, logdet, ...) counts once.
 
     Args:
-        factors: sequence of torch tensors ``[P_i, Q_i]``, the same on every rank, on the grid's device. A positive integer n stands for
+        factors: sequence of torch tensors ``[P_i, Q_i]``, the same on every rank, on the grid's device. A positive integer n is
             the identity I_n, which takes no memory and no work; one factor at least is a matrix.
         grid: the ranks; None makes a grid of all of them, one row each.
         reduction: over the grid's ranks, of gradients that factors and s have from blocks, as in `kron_matmul`: "sum", or "mean".
 
     Raises:
-        TypeError: not a sequence, or factors that are no torch tensors or of different dtypes.
+        TypeError: not a sequence, or factors that are not torch tensors or have different dtypes.
         ValueError: no factors, identities only, an integer that is not positive, batch dimensions, another device than the grid's, another
             reduction, or factors whose shapes or dtypes differ from rank to rank. Every rank raises them.
 
@@ -234,7 +234,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             b: this rank's block of ``[n, M]``, or a DTensor.
             mask: this rank's ``[rows]`` of a bool vector ``[n]``, the same for ranks of one row of the grid: solves with the rows and
                 columns of A where it is true. Elsewhere b is not read, and x is 0.
-            tolerance: of conjugate gradients, of the residual relative to b, for each column. None stands for 1e-4 in float32 and complex64
+            tolerance: of conjugate gradients, of the residual relative to b, for each column. None is 1e-4 in float32 and complex64
                 and 1e-10 in float64 and complex128.
             max_iterations: of conjugate gradients.
             preconditioner: of conjugate gradients: True for the one above, False for none, or a function of a block ``[rows, columns]`` of

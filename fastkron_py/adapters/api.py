@@ -37,19 +37,18 @@ def lokr_linear(
 ) -> ArrayT:
     """Add a LoKr adapter to a linear layer's result: ``base + scale * x @ kron(w1, w2).T``.
 
-    The matrix ``[out, in]`` is never built: x is multiplied by w2 and w1, and base is added in the last product. A pair of low rank
-    is multiplied out where that takes less time than two products with x. Several adapters are added one after the other, the result
-    of one as the base of the next. Factors with a leading dimension are the terms of a sum, ``sum_t kron(w1[t], w2[t])``; two products
-    compute it for any number of terms. LoKr: Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
-    Evaluation", ICLR 2024.
+    The matrix ``[out, in]`` is never built: x is multiplied by w2 and w1, and base is added in the last product. If it is faster, a
+    low-rank pair is multiplied first. To add several adapters, pass the result of one as the base of the next. Factors with
+    a leading dimension are the terms of a sum, ``sum_t kron(w1[t], w2[t])``. Two products compute it for any number of terms. LoKr: Yeh
+    et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model Evaluation", ICLR 2024.
 
     Args:
         x: ``[*, in]`` with ``in = in1 * in2``. A torch tensor, or a NumPy or CuPy array, of a dtype of `kron_matmul`.
         w1: ``[out1, in1]``, or a pair ``[out1, rank]`` and ``[rank, in1]``, or terms ``[terms, ...]`` of either. Of x's dtype, or
-            float32 beside an x of float16 or bfloat16: then it is cast once, and its gradient is summed and returned in float32.
+            float32 if x is float16 or bfloat16: then it is cast once, and its gradient is summed and returned in float32.
         w2: ``[out2, in2]``, or a pair, or as many terms; dtypes as of w1.
         base: ``[*, out]`` with ``out = out1 * out2``, of x's dtype; None adds nothing.
-        index: ``[*]``, integers: factors with a leading dimension are several adapters, and each row of x has the one of its number, or
+        index: ``[*]``, integers: factors with a leading dimension are several adapters. Each row of x has the adapter of its number, or
             none if that is below 0. Numbers are not checked: on a GPU the host does not see them. Torch tensors only, without out.
         out: ``[*, out]``, of the result's dtype: the result is written there. It may be base, which saves the memory of a result. No
             gradient can be recorded, as with every ``out=`` of torch.
@@ -61,8 +60,8 @@ def lokr_linear(
 
     Raises:
         TypeError: an argument of the wrong type or dtype, or array types that differ.
-        ValueError: sizes that do not fit, devices that differ, a scale that is not finite, an unknown precision, an out beside an
-            argument that requires a gradient.
+        ValueError: sizes that do not fit, devices that differ, a scale that is not finite, an unknown precision, or an out while another
+            argument requires a gradient.
 
     Example:
         >>> x, base = torch.randn(10, 8 * 16), torch.randn(10, 4 * 32)
@@ -86,9 +85,9 @@ def lokr_linear(
             return _indexed_linear(given, index, scale, precision, out)  # type: ignore[return-value]
         return adapted_linear(given, scale, precision, out)  # type: ignore[arg-type, return-value]
     if index is not None:
-        raise type_error("index", "None beside an x that is no torch tensor", type_name(index))
+        raise type_error("index", "None, since x is not a torch tensor", type_name(index))
     if out is not None:
-        raise type_error("out", "None beside an x that is no torch tensor", type_name(out))
+        raise type_error("out", "None, since x is not a torch tensor", type_name(out))
     parts1, parts2 = labelled("w1", w1), labelled("w2", w2)
     named = [("x", x), *parts1, *parts2, *([] if base is None else [("base", base)])]
     bridge = find_bridge([array for _, array in named], [label for label, _ in named])
@@ -130,7 +129,7 @@ def _under_autocast(given: Operands, dtype: torch.dtype) -> Operands:
 def _indexed_linear(given: Operands, index: Any, scale: Any, precision: str | None, out: Any) -> Tensor:
     """`lokr_linear` with an adapter for each row."""
     if out is not None:
-        raise type_error("out", "None beside index", type_name(out))
+        raise type_error("out", "None, since index is given", type_name(out))
     dtype = autocast_dtype(given.x)
     given = given if dtype is None else _under_autocast(given, dtype)
     check_index(index, given)

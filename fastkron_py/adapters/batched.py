@@ -30,7 +30,7 @@ def check_index(index: Any, given: Operands) -> None:
         expected = f"shape {tuple(given.x.shape[:-1])}, as x has rows, on {given.x.device}"
         raise value_error("index", expected, f"shape {tuple(index.shape)} on {index.device}")
     if given.w1.left.ndim != 3:
-        raise value_error("w1 and w2", "factors [adapters, out, in] beside index", f"shape {tuple(given.w1.left.shape)}")
+        raise value_error("w1 and w2", "factors [adapters, out, in], since index is given", f"shape {tuple(given.w1.left.shape)}")
 
 
 def add_indexed(given: Operands, index: Tensor, scale: Any, precision: str | None) -> Tensor:

@@ -56,8 +56,8 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
         return
     console = Console()
     console.print(table("Versions", ["package", "version"], [[k, v or "not installed"] for k, v in found["versions"].items()]))
-    rows = [[d["device"], d["name"], d["capability"] or "", bytes_text(d["memory_bytes"] or 0), _figures(d)] for d in found["devices"]]
-    console.print(table("Devices", ["device", "name", "capability", "memory", "figures"], rows))
+    rows = [[d["device"], d["name"], d["capability"] or "", bytes_text(d["memory_bytes"] or 0), _parameters(d)] for d in found["devices"]]
+    console.print(table("Devices", ["device", "name", "capability", "memory", "parameters"], rows))
     backend = found["backend"]
     rows = _by_reason(backend["auto"])
     console.print(
@@ -76,8 +76,8 @@ def _by_reason(choices: list[dict[str, str]]) -> list[list[str]]:
     return [[device, ", ".join(dtypes), taken, why] for (device, taken, why), dtypes in rows.items()]
 
 
-def _figures(device: dict[str, Any]) -> str:
-    """The record that a device's kernels are chosen by."""
+def _parameters(device: dict[str, Any]) -> str:
+    """The parameters that a device's kernels are chosen by."""
     if device["record"] is None:
         return ""
     return f"{device['record']}, {'measured' if device['measured'] else 'estimated'}"

@@ -108,11 +108,11 @@ def _tune_all(console: Console, problems: list[Shape], settings: _Settings, budg
             progress.update(task, completed=budget)
     if results:
         rows = [_result_row(shape, result) for shape, result in results]
-        console.print(table("Tuned", ["problem", "closed form", "best", "gain", "trials", "launches"], rows))
+        console.print(table("Tuned", ["problem", "default", "best", "gain", "trials", "launches"], rows))
         for shape, result in results:
             _tell_dropped(console, shape, result)
         if tables.is_off():
-            console.print("FASTKRON_TUNING=off is set: calls take the closed form's choice all the same.", style="yellow")
+            console.print("FASTKRON_TUNING=off is set: calls use the default.", style="yellow")
     if is_interrupted:
         raise typer.Exit(INTERRUPTED)
     return failed
@@ -120,7 +120,7 @@ def _tune_all(console: Console, problems: list[Shape], settings: _Settings, budg
 
 def _state(now: TuningResult) -> str:
     best, default = seconds_text(now.best_seconds), seconds_text(now.default_seconds)
-    return f"{now.trials} trials, {len(now.dropped)} dropped, {best} (closed form {default}), {now.seconds:.0f} s"
+    return f"{now.trials} trials, {len(now.dropped)} dropped, {best} (default {default}), {now.seconds:.0f} s"
 
 
 def _result_row(shape: Shape, result: TuningResult) -> list[str]:
@@ -134,7 +134,7 @@ def _times(entry: Entry) -> list[str]:
 
 
 def _launches(entry: Entry) -> str:
-    return "the closed form's" if entry.choice is None else escape(str(entry.choice))
+    return "the default" if entry.choice is None else escape(str(entry.choice))
 
 
 def _tell_dropped(console: Console, shape: Shape, result: TuningResult) -> None:
@@ -153,6 +153,6 @@ def _list(console: Console, path: Path | None, entries: list[Entry]) -> None:
         arithmetic = problem.dtype + (" high" if problem.precision == "high" else "")
         what = [problem.device, problem.triton, arithmetic, problem_text(problem)]
         rows.append([*map(escape, what), *_times(entry), _launches(entry)])
-    columns = ["device", "Triton", "dtype", "problem", "closed form", "best", "gain", "launches"]
+    columns = ["device", "Triton", "dtype", "problem", "default", "best", "gain", "launches"]
     console.print(table(f"{len(entries)} tuned", columns, rows))
     console.print(f"Table: {escape(str(path))}", soft_wrap=True)

@@ -35,13 +35,13 @@ def gated_linear(
 ) -> ArrayT:
     """Project x twice and gate one projection with the other: ``up * act(gate)``, ``up = x @ up_weight.T``, ``gate = x @ gate_weight.T``.
 
-    On a GPU this is one matrix product that gates its sums before it stores them, so that neither projection reaches memory
-    (Shazeer, "GLU Variants Improve Transformer", 2020; "Towards Fused Kernels for Gated MLP").
+    On a GPU this is one matrix product that gates its sums before it stores them. Neither projection is written to memory (Shazeer, "GLU
+    Variants Improve Transformer", 2020; "Towards Fused Kernels for Gated MLP").
 
     Args:
         x: ``[..., in]``. A torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32 or float64.
         weight: both projections' weights, of x's array type, dtype and device: packed, see layout, or a pair (up, gate), each
-            ``[hidden, in]``, which may lie anywhere in memory: a pair is not copied either.
+            ``[hidden, in]``, anywhere in memory. Neither form is copied.
         bias: ``[2 * hidden]`` for "interleaved", ``[2, hidden]`` for "stacked", in the order of the weight's rows; for a pair of
             weights a pair of ``[hidden]``. Except with "interleaved" it may also be a tensor for each of x's rows, such as an adapter's
             result: ``[..., 2, hidden]``, up then gate.
@@ -49,10 +49,10 @@ def gated_linear(
             ``"identity"``, ``"clamped_swiglu"`` (of GPT-OSS; other constants, as in ``"clamped_swiglu(7, 1.702, 1)"``), or one that was
             registered (see docs/guides/gated_mlp.md).
         layout: ``"interleaved"``, weight ``[2 * hidden, in]`` whose row 2 i projects up_i and row 2 i + 1 gate_i; or ``"stacked"``,
-            weight ``[2, hidden, in]``, up then gate. Neither is packed anew. The shape alone does not tell an interleaved
-            weight from two that were concatenated. A pair of weights has no layout.
-        backward: ``"save"`` keeps both projections for the backward pass, which then writes their gradients over them;
-            ``"recompute"`` keeps x alone and multiplies once more.
+            weight ``[2, hidden, in]``, up then gate. An interleaved weight and two concatenated ones have the same shape, so name the
+            layout. A pair of weights has none.
+        backward: ``"save"`` saves both projections for the backward pass, which overwrites them with their gradients; ``"recompute"``
+            saves x alone and computes one product again.
         precision: of float32 products, as in `kron_matmul`.
 
     Returns:

@@ -46,8 +46,8 @@ def kron_matmul(
         x: ``[*batch, M, K]`` or ``[K]`` with ``K = prod(P_i)``. A torch tensor, or a NumPy or CuPy array;
             float16, bfloat16, float32, float64, complex64 or complex128.
         factors: sequence of ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``, of x's array type, dtype and device.
-            Batch dimensions of x and of the factors broadcast. An integer n stands for the identity I_n, which
-            takes no multiply: the others are multiplied where their modes stand in x. `Hadamard` stands for a Hadamard matrix.
+            Batch dimensions of x and of the factors broadcast. An integer n is interpreted as the identity
+            I_n, which takes no work: only the other modes of x are multiplied. `Hadamard` is a Hadamard matrix.
         others: none: factors come in one list, and options by name.
         alpha: scales the product: a finite number, or a 0-dimensional tensor (which gets a gradient).
         beta: scales z: a number or a 0-dimensional tensor; other than 0 it needs z.
@@ -62,7 +62,7 @@ def kron_matmul(
 
     Raises:
         TypeError: an argument of the wrong type or dtype, or array types or dtypes that differ.
-        ValueError: shapes that do not chain or broadcast, devices that differ, a missing or ill-shaped z,
+        ValueError: shapes that do not fit or broadcast, devices that differ, a missing or ill-shaped z,
             a scalar that is not finite, an unknown precision, a negative integer among the factors.
 
     Example:

@@ -50,9 +50,9 @@ def hadamard(
 
     H_(2^k) is Sylvester's matrix, ``H_2 (x) ... (x) H_2`` with ``H_2 = [[1, 1], [1, -1]]``, as in `scipy.linalg.hadamard`.
     m is 1 for powers of two. Else it is the smallest multiple of 4 with n's odd part that is the order of a known matrix:
-    12, 20, 28, 36, ... 172 and more, up to 1024. Entries are 1 and -1: with ``scale=n ** -0.5`` the transform is orthogonal, as
-    rotations of activations before quantisation are (QuaRot: Ashkboos et al., 2024). H is its own inverse, up to the scale, only if it is
-    symmetric, which it is not for most m (12, 20, 44, 52, 60 and 68 among them): the inverse is ``transpose=True``.
+    12, 20, 28, 36, ... 172 and more, up to 1024. Entries are 1 and -1. With ``scale=n ** -0.5`` the transform is orthogonal, as in
+    rotations of activations before quantization (QuaRot: Ashkboos et al., 2024). For most m (12, 20, 44, 52, 60 and 68 among them) H is
+    not symmetric, and its inverse is ``transpose=True``.
 
     Args:
         x: ``[*, n]``. A torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32, float64, complex64 or complex128.
@@ -67,9 +67,9 @@ def hadamard(
         ``[*, n]``, out itself or contiguous, of x's array type and dtype (under autocast, of autocast's dtype).
 
     Raises:
-        TypeError: x is no array, or of another dtype; signs or out is no tensor of its dtype; transpose is no bool.
-        ValueError: x has no dimension, n has no such m, signs has another shape, or out has another shape or device, or an argument
-            beside it requires a gradient.
+        TypeError: x is not an array, or has another dtype; signs or out is not a tensor of its dtype; transpose is not a bool.
+        ValueError: x has no dimension, n has no such m, signs has another shape, or out has another shape or device, or out is given
+            while another argument requires a gradient.
 
     Example:
         >>> x = torch.randn(100, 14336)  # 28 * 512

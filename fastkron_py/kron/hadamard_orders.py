@@ -273,14 +273,14 @@ def constants_of(make: Callable[..., Sequence[Any]], arguments: tuple[Any, ...],
 class Hadamard(NamedTuple):
     """A Hadamard matrix as a factor of any function: ``scale * H``, entries of H are 1 and -1, as `hadamard` multiplies with.
 
-    Its values are not read where a kernel has additions, and made where none has.
+    A kernel that adds and subtracts never reads its values. Other kernels build the matrix.
 
     Args:
         order: m * 2^k, as in `hadamard`.
         scale: of all entries; ``order ** -0.5`` makes the matrix orthogonal.
 
     Raises:
-        ValueError: where it is used, an order of which no Hadamard matrix is known.
+        ValueError: when it is used, if no Hadamard matrix of this order is known.
 
     Example:
         >>> Hadamard(2).matrix(torch.empty(0)).tolist()

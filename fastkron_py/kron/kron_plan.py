@@ -64,7 +64,7 @@ class PlannedLaunch(NamedTuple):
     Attributes:
         start: its first factor.
         stop: one past its last factor.
-        steps: rows and columns of each step's matrix: a factor, or several that are multiplied out.
+        steps: rows and columns of each step's matrix: a factor, or several that are merged.
         family: whose kernel it is.
         share: of the plan's modelled cost.
         others: for other families, how many times this launch's modelled cost theirs is, or why they do not take its factors.
@@ -141,7 +141,7 @@ def kron_plan(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: shapes that do not chain, an empty product, or a device on which torch multiplies.
+        ValueError: shapes that do not fit, an empty product, or a device on which torch multiplies.
 
     Example:
         >>> plan = fastkron_py.kron_plan((1024, 4096), [(64, 64), (64, 64)], device="H100")

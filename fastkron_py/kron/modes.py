@@ -43,8 +43,8 @@ def mode_matmul(
 
     A factor ``[P, Q]`` at dim contracts dimension dim, of size P, and leaves Q elements there:
     ``torch.einsum("aPb,PQ->aQb", x, F)`` for an x of three dimensions and dim 1. Dimensions that are neighbours in memory are multiplied
-    as one Kronecker product; where all of a tensor's dimensions have a factor, this is ``kron_matmul`` of the whole tensor. Modes are read
-    in place: an x whose dimensions are permuted is not copied, and the result has the same permutation in memory. See Kolda and
+    as one Kronecker product. Modes are read in place: an x whose dimensions are permuted is not copied, and the result has the same
+    permutation in memory. See Kolda and
     Bader, "Tensor decompositions and applications", SIAM Review 51, 2009, section 2.5.
 
     Args:

@@ -138,7 +138,7 @@ class GatedMLP(Configured):
             **options: layout, backward, precision.
 
         Raises:
-            TypeError: a projection that is no `nn.Linear`.
+            TypeError: a projection is not an `nn.Linear`.
             ValueError: sizes that do not fit, or a bias of only one of gate and up.
         """
         for name, module in (("gate", gate), ("up", up), ("down", down)):

@@ -44,8 +44,8 @@ class LoKrLinear(LoKrLayer):
 
     Attributes:
         base_layer: an `nn.Linear`, or a layer like it.
-        lokr_w1: ``[out1, in1]``, or None beside ``lokr_w1_a [out1, rank]`` and ``lokr_w1_b [rank, in1]``.
-        lokr_w2: ``[out2, in2]``, or None beside ``lokr_w2_a [out2, rank]`` and ``lokr_w2_b [rank, in2]``. Several terms are the first
+        lokr_w1: ``[out1, in1]``, or None, with ``lokr_w1_a [out1, rank]`` and ``lokr_w1_b [rank, in1]``.
+        lokr_w2: ``[out2, in2]``, or None, with ``lokr_w2_a [out2, rank]`` and ``lokr_w2_b [rank, in2]``. Several terms are the first
             dimension of all of these.
         dora_scale: the magnitudes, ``[out, 1]`` or ``[1, in]``, or None.
         alpha: a buffer, float32 in a layer of any dtype. A compiled graph has its number as a constant.
@@ -160,7 +160,7 @@ class LoKrConv2d(LoKrLayer):
 
     Attributes:
         base_layer: an `nn.Conv2d`.
-        lokr_w2: ``[out2, in2, *kernel_size]``; or None beside ``lokr_w2_a [out2, rank]`` and ``lokr_w2_b [rank, in2 * pixels]``; in
+        lokr_w2: ``[out2, in2, *kernel_size]``; or None, with ``lokr_w2_a [out2, rank]`` and ``lokr_w2_b [rank, in2 * pixels]``; in
             Tucker's form ``lokr_t2 [rank, rank, *kernel_size]``, ``lokr_w2_a [rank, out2]`` and ``lokr_w2_b [rank, in2]``.
 
     Raises:

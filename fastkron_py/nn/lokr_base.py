@@ -64,7 +64,7 @@ class LoKrOptions(NamedTuple):
         if self.weight_decompose:
             for name, alone in (("dropout", 0), ("rank_dropout", 0), ("terms", 1)):
                 if getattr(self, name) != alone:
-                    raise value_error(name, f"{alone} beside weight_decompose, whose norms are of the whole weight", getattr(self, name))
+                    raise value_error(name, f"{alone} with weight_decompose, whose norms are of the whole weight", getattr(self, name))
         return self
 
 
@@ -350,7 +350,7 @@ class LoKrLayer(Configured):
             Names such as ``lokr_w1`` and ``lokr_w2_a``, to be prefixed with the module's name in that library.
 
         Raises:
-            TypeError: a style that is no string.
+            TypeError: the style is not a string.
             ValueError: an unknown style, or one without a form for a sum of terms or for weight_decompose.
         """
         check_choice("style", style, _STYLES)
@@ -373,7 +373,7 @@ class LoKrLayer(Configured):
                 names in a model, ``lokr_w1.default``, are taken too.
 
         Raises:
-            TypeError: a state that is no mapping.
+            TypeError: the state is not a mapping.
             ValueError: names that are missing, unknown, given twice or of several layers; another shape; the layer is merged.
         """
         if not isinstance(state, Mapping):

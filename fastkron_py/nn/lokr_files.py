@@ -91,7 +91,7 @@ def load_lokr(
         prefix: take the keys that begin with it alone, such as "lora_te1" or "text_encoder"; the others are of other models.
         names: the model's layers for layers of the file, without prefixes, where the names differ. Several layers share an adapter's rows.
         scale: what multiplies ``kron(w1, w2)``, for names and tensors of PEFT's: its alpha and rank are in adapter_config.json, which is
-            read beside a file.
+            read from the file's folder.
         adapter_dtype: as in `LoKrLinear`.
 
     Returns:
@@ -100,7 +100,7 @@ def load_lokr(
     Raises:
         TypeError: an argument of the wrong type, or a layer of a kind that cannot have its adapter.
         ValueError: keys without a place in the model, tensors that do not fit its layers, adapters without a scale: all of them named; a
-            file that is no safetensors file.
+            file that is not in the safetensors format.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
@@ -248,7 +248,7 @@ def _check_whole(tensors: Tensors) -> None:
         if there not in ([w], [f"{w}_a", f"{w}_b"]):
             raise value_error(w, f"{w}, or {w}_a and {w}_b", " and ".join(there) or "neither")
     if "lokr_t2" in tensors and "lokr_w2" in tensors:
-        raise value_error("lokr_t2", "lokr_w2_a and lokr_w2_b beside it", "lokr_w2")
+        raise value_error("lokr_t2", "lokr_w2_a and lokr_w2_b with it", "lokr_w2")
 
 
 def _of_pattern(config: Mapping[str, Any], patterns: str, name: str, default: float) -> float:
@@ -564,8 +564,8 @@ def shard_lokr(state: Mapping[str, Tensor], plan: Mapping[str, str], rank: int, 
 
     Args:
         state: as of `lokr_state`.
-        plan: of the layers, by patterns as of `fnmatch` for their names in the state: "colwise" where a rank has a part of the outputs,
-            "rowwise" where it has a part of the inputs, and results are summed over ranks. Other layers stay whole.
+        plan: for each pattern of layer names (as of `fnmatch`), "colwise" if a rank has a part of the outputs, or "rowwise" if it has
+            a part of the inputs and results are summed over ranks. Other layers stay whole.
         rank: this one's.
         world_size: number of ranks.
 

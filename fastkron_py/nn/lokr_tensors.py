@@ -119,7 +119,7 @@ def cut_columns(tensors: Tensors, parts: int) -> list[dict[str, Tensor]]:
     name1, name2 = (holder(tensors, factor, False)[0] for factor in (1, 2))
     in1, in2 = sizes_of(tensors, rows=False)
     if "dora_scale" in tensors:
-        raise value_error("dora_scale", "none in a layer whose inputs are cut: its norms are of whole rows", "one")
+        raise value_error("dora_scale", "none in a layer whose inputs are split: its norms need all of them", "one")
     if in1 % parts == 0:
         return [{**tensors, name1: columns} for columns in tensors[name1].chunk(parts, 1)]
     if in1 == 1 and in2 % parts == 0:

@@ -24,7 +24,7 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 class PolyKANLinear(EdgeFunctions):
     """``y[..., o] = bias[o] + sum_j f_oj(x[..., j])``: a learned function on every edge, each a sum over one basis (`poly_kan`).
 
-    Coefficients are drawn from a normal distribution. Its variance is chosen such that y has variance 1 for a standard normal x.
+    Coefficients are sampled from a normal distribution. Its variance is chosen such that y has variance 1 for a standard normal x.
     ChebyKAN's distribution, N(0, 1 / (in * (degree + 1))), makes layers whose outputs shrink.
 
     Args:
@@ -36,8 +36,8 @@ class PolyKANLinear(EdgeFunctions):
         basis_parameters: as in `poly_kan`.
         normalization: as in `poly_kan`; None is the basis's own (`Basis.normalization`). "minmax" follows the range of
             the inputs seen in training, as a running mean with `momentum`; the first batch sets it. Numbers that are not finite are left
-            out, and the second run of a batch by `torch.utils.checkpoint` has the range of the first and moves nothing, if the batch is
-            among the layer's latest 64 to 4,096 (those that 1 MiB holds).
+            out. The second run of a batch by `torch.utils.checkpoint` uses the range of the first, if the batch is among the layer's
+            latest 64 to 4,096 (those that fit in 1 MiB).
         momentum: of the running range: the weight of a new batch.
         evaluation: as in `poly_kan`.
         lut_size: as in `poly_kan`.
@@ -132,7 +132,7 @@ class PolyKANLinear(EdgeFunctions):
         """The function on one edge, at the points ``x [n]``: ``[n]``, in float64.
 
         Raises:
-            TypeError: indices that are no integers, or x that is no tensor.
+            TypeError: the indices are not integers, or x is not a tensor.
             ValueError: indices outside the layer, another shape of x, or "layer_norm", under which an input's function depends on the
                 others.
         """
@@ -208,7 +208,7 @@ class KAN(nn.Sequential):
         x ``[..., widths[0]]`` to ``[..., widths[-1]]``.
 
     Raises:
-        TypeError: widths are no sequence.
+        TypeError: widths is not a sequence.
         ValueError: fewer than two.
 
     Example:

@@ -126,7 +126,7 @@ class EdgeFunctions(Configured):
         """Set the range of every input, ``[in_features]`` each.
 
         Raises:
-            TypeError: bounds that are no tensors.
+            TypeError: the bounds are not tensors.
             ValueError: the layer's normalization is not "minmax", or bounds of another shape, not finite or falling.
         """
         if self.low is None or self.high is None:

@@ -41,7 +41,7 @@ _UNIFORM: Final = 1e-3  # of a grid's step: how far a point may lie from an even
 class SplineKANLinear(PolyKANLinear):
     """``y = base_weight @ base_activation(x) + splines of x``: the layer of Liu et al.'s KAN, on one uniform grid for each input.
 
-    Each input's grid spans its own range. A spline goes on beyond its range until it has fallen to 0, `order` intervals further; from
+    Each input's grid spans its own range. A spline continues beyond its range until it has fallen to 0, `order` intervals further; from
     there on the base branch is alone.
 
     Args:
@@ -114,7 +114,7 @@ class SplineKANLinear(PolyKANLinear):
         """Set the range of every input's grid, ``[in_features]`` each. The coefficients stay: functions are stretched with their grid.
 
         Raises:
-            TypeError: bounds that are no tensors.
+            TypeError: the bounds are not tensors.
             ValueError: bounds of another shape, not finite or falling.
         """
         check_range(low, high, self.centre)
@@ -160,14 +160,13 @@ def from_chebykan(source: nn.Module | Mapping[str, Tensor] | Tensor, **options: 
         **options: of `PolyKANLinear`.
 
     Returns:
-        A layer with the numbers, device and dtype of the source, in memory of its own, and of a module also its mode, its hooks and whether
-        it is trained. It keeps the leading dimensions of x, where
-        ChebyKAN makes one of them.
+        A layer with copies of the source's numbers, on its device and in its dtype. A module's mode, hooks and frozen parameters are
+        kept too. The layer keeps the leading dimensions of x; ChebyKAN flattens them.
 
     Raises:
         TypeError: source is none of the three, or has no cheby_coeffs.
-        ValueError: coefficients of other than three dimensions, a degree below 1 or above 64, parameters that are not ChebyKAN's, or a
-            module with state_dict hooks, a forward of its own, or coefficients that a parametrization computes.
+        ValueError: coefficients without three dimensions, a degree below 1 or above 64, or parameters that are not ChebyKAN's; a module
+            with state_dict hooks, its own forward, or parametrized coefficients.
 
     Example:
         >>> from_chebykan(torch.randn(8, 3, 5))
@@ -203,14 +202,14 @@ def from_efficient_kan(
         **options: of `SplineKANLinear`.
 
     Returns:
-        A layer with the numbers, device and dtype of the source, in memory of its own, and of a module also its mode, its hooks and which
-        parameters are trained; the scaler is multiplied into its coefficients.
+        A layer with copies of the source's numbers, on its device and in its dtype; the scaler is multiplied into its coefficients. A
+        module's mode, hooks and frozen parameters are kept too.
 
     Raises:
         TypeError: source is neither, or lacks a part.
-        ValueError: shapes that do not fit, an order other than 1 to 3, or a grid whose points are not at equal distances, which
-            efficient-kan's ``update_grid`` makes unless its ``grid_eps`` is 1; a scaler that is trained where its weights are not, or the
-            other way round; a module as `from_chebykan` refuses it.
+        ValueError: shapes that do not fit, an order other than 1 to 3, or a grid that is not uniform (efficient-kan's ``update_grid``
+            makes such grids unless its ``grid_eps`` is 1); a frozen scaler with trained weights, or the other way round; a module that
+            `from_chebykan` rejects.
 
     Example:
         >>> grid = torch.linspace(-2.2, 2.2, 12).expand(3, 12)  # 5 intervals on [-1, 1], and 3 more on each side

@@ -112,7 +112,7 @@ class GroupRational(NotScriptable, Configured):
             The largest error there.
 
         Raises:
-            TypeError: a function that cannot be called, or an interval that is no pair of numbers.
+            TypeError: the function cannot be called, or the interval is not a pair of numbers.
             ValueError: an interval without extent, or a function with values there that are not finite.
 
         Example:
@@ -139,7 +139,7 @@ class GroupRational(NotScriptable, Configured):
         """Evaluate every group's function on the CPU in float64, without noise: ``[points]`` to ``[points, num_groups]``.
 
         Raises:
-            TypeError: x is no tensor.
+            TypeError: x is not a tensor.
             ValueError: x has not one dimension.
         """
         a, b = (c.detach().to("cpu", torch.float64) for c in (self.numerator, self.denominator))
@@ -183,7 +183,7 @@ class GroupRational(NotScriptable, Configured):
             The axes.
 
         Raises:
-            TypeError: an interval that is no pair of numbers, or points that are no integer.
+            TypeError: the interval is not a pair of numbers, or points is not an integer.
             ValueError: an interval without extent, or no points.
         """
         interval, points = check_interval("interval", interval), check_positive("points", points)
@@ -200,7 +200,7 @@ class GroupRational(NotScriptable, Configured):
         return ax
 
     def configuration(self) -> dict[str, Any]:
-        """The formula that the coefficients are of; noise is no part of it."""
+        """The formula of the coefficients, without noise."""
         return {"version": find_denominator(self.version).without_noise.name, "degrees": list(self.degrees)}
 
     def extra_repr(self) -> str:
@@ -240,7 +240,7 @@ class GRKAN(nn.Module):
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: as for `GroupRational`, or a dropout that is no probability.
+        ValueError: as for `GroupRational`, or a dropout that is not a probability.
 
     Example:
         >>> GRKAN(192, 768)(torch.randn(2, 197, 192)).shape

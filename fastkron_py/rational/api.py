@@ -42,10 +42,10 @@ def rational(
     ``"N"``   ``1 + S(x)``             1 to n
     ========= ======================== =========
 
-    Of version D the numerator's coefficients are multiplied, while training, with random numbers between ``1 - noise`` and
-    ``1 + noise``, one for each coefficient and call. Version N is unsafe: where S(x) comes to -1 the function has a pole, and the
-    result is large, infinite or NaN. The gradient of all coefficients comes from one pass over memory and repeats bit for bit.
-    Where an absolute value's argument is zero its derivative is zero, so denominators that are all zero stay zero under training.
+    In version D, each call in training multiplies the numerator's coefficients by random numbers between ``1 - noise`` and ``1 + noise``.
+    Version N is unsafe: it has a pole where S(x) is -1, and results near it are large, infinite or NaN. The gradient of all
+    coefficients takes one pass over memory and repeats bit for bit. The derivative of an absolute value at zero is zero, so
+    denominators that are all zero never learn.
 
     Args:
         x: ``[..., C]`` of any rank and strides: a torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32 or float64.
@@ -292,7 +292,7 @@ def rational_linear(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes or devices that disagree; or a value that `rational` refuses.
+        ValueError: shapes or devices that disagree, or a value that `rational` rejects.
 
     Example:
         >>> x, w = torch.randn(4, 197, 192), torch.randn(768, 192)
@@ -353,7 +353,7 @@ def layer_norm_rational(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes or devices that disagree; or a value that `rational` refuses.
+        ValueError: shapes or devices that disagree, or a value that `rational` rejects.
 
     Example:
         >>> x, one, zero = torch.randn(4, 197, 192), torch.ones(192), torch.zeros(192)

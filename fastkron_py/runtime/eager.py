@@ -62,7 +62,7 @@ def is_functionalizing() -> bool:
     if torch_internals.FUNCTIONALIZE not in names:
         return False
     if len(set(names)) > 1:
-        raise NotImplementedError(f"torch.func.functionalize: expected no other transform beside it; got {' in '.join(names[::-1])}")
+        raise NotImplementedError(f"torch.func.functionalize: expected no other transform with it; got {' in '.join(names[::-1])}")
     return True
 
 

@@ -21,13 +21,12 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def use_fastkron(model: nn.Module, *, backward: str = "save", precision: str | None = None) -> Applied:
     """Let the gated MLPs of a Hugging Face model compute with `fastkron_py.functional.gated_mlp`.
 
-    A module is one if its forward pass is ``scale * down(up(x) * act(gate(x)))``, with two weights for up and gate or one weight for
-    both. That is found by running the forward pass on a few numbers, not by its class: models of other libraries are served too.
-    Numbers such as clamps and multipliers are those that the module has during this call.
+    A gated MLP is a module whose forward pass is ``scale * down(up(x) * act(gate(x)))``, with two weights for up and gate or one for
+    both. It is recognized by running its forward pass on a few numbers, not by its class, so models of other libraries work too.
+    Constants such as clamps are read during this call.
 
-    Modules, parameters, their names and their memory stay as they are, so optimizers, states, `save_pretrained` and checkpoints of either
-    are the other's. An MLP whose projections get an adapter or a hook later on, or another activation, computes as before, and so does one
-    with a dropout that is active.
+    Modules, parameters, their names and their memory stay, so optimizers, states, `save_pretrained` and checkpoints do not change. If a
+    projection gets an adapter or a hook later, or the activation changes, or dropout is active, the original forward pass runs.
 
     Args:
         model: a model, or a part of one, on the device that it is to run on or not.
@@ -35,12 +34,12 @@ def use_fastkron(model: nn.Module, *, backward: str = "save", precision: str | N
         precision: of products in float32, as in `kron_matmul`.
 
     Returns:
-        The modules replaced, those left alone with the reason, and `close` to revert; ``print`` shows how many of which class. A second
+        The modules replaced, those left alone with the reason, and `close` to revert; ``print`` shows a count for each class. A second
         call replaces no module again.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: an unknown backward or precision; a model in which there is nothing to replace: it says why.
+        ValueError: an unknown backward or precision; a model without a module to replace; the message says why.
 
     Example:
         >>> applied = use_fastkron(model)

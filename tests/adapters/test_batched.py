@@ -101,12 +101,12 @@ REFUSED: dict[str, Refusal] = {
     ),
     "one_adapter": value(
         lambda: lokr_linear(X, W1[0], W2[0], index=INDEX),
-        "w1 and w2: expected factors [adapters, out, in] beside index; got shape (2, 4)",
+        "w1 and w2: expected factors [adapters, out, in], since index is given; got shape (2, 4)",
     ),
-    "out": wrong_type(lambda: lokr_linear(X, W1, W2, index=INDEX, out=BASE), "out: expected None beside index; got torch.Tensor"),
+    "out": wrong_type(lambda: lokr_linear(X, W1, W2, index=INDEX, out=BASE), "out: expected None, since index is given; got torch.Tensor"),
     "numpy": wrong_type(
         lambda: lokr_linear(X.numpy(), W1.numpy(), W2.numpy(), index=INDEX.numpy()),
-        "index: expected None beside an x that is no torch tensor; got numpy.ndarray",
+        "index: expected None, since x is not a torch tensor; got numpy.ndarray",
     ),
 }
 

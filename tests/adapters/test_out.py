@@ -123,7 +123,7 @@ def test_no_gradient_is_lost() -> None:
     with torch.no_grad():
         lokr_linear(x, w1, w2, out=base)
     assert_close(base, reference.lokr_linear(x, w1, w2).detach().double(), steps=4)
-    with pytest.raises(TypeError, match="out: expected None beside an x that is no torch tensor"):
+    with pytest.raises(TypeError, match="out: expected None, since x is not a torch tensor"):
         fastkron_py.lokr_linear(x.numpy(), w1.detach().numpy(), w2.numpy(), out=base)
 
 

@@ -70,7 +70,7 @@ def test_tunes_shows_and_exports(runner, tables, quick, tmp_path):
     arguments = ["tune", "--shapes", "4:4^2,3:5>7x3", "--budget", "5", "--list", "--export", str(folder), *DEVICE_OPTION]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    for part in ("Tuned", "4:4^2", "3:5>7x3", "closed form", "gain", "trials", "2 tuned", HERE, "Written:"):
+    for part in ("Tuned", "4:4^2", "3:5>7x3", "default", "gain", "trials", "2 tuned", HERE, "Written:"):
         assert part in result.output
     found = table.read(tables)
     assert {p.factors for p in found} == {((4, 4), (4, 4)), ((5, 7), (3, 3))}
@@ -90,7 +90,7 @@ def test_list_and_clear(runner, tables):
     assert table.append(tables, [entry(), entry(problem(rows=64), None)])
     result = runner.invoke(app, ["tune", "--list"])
     assert result.exit_code == 0, result.output
-    for part in ("2 tuned", "4:3>5x4>2", "2.00", "the closed form's", "[0] tile, [1] tile"):
+    for part in ("2 tuned", "4:3>5x4>2", "2.00", "the default", "[0] tile, [1] tile"):
         assert part in result.output
     result = runner.invoke(app, ["tune", "--clear", "--list"])
     assert result.exit_code == 0, result.output

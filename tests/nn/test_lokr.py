@@ -450,7 +450,7 @@ REFUSED: dict[str, Refusal] = {
     ),
     "dropout_of_a_decomposed_weight": value(
         lambda: LoKrLinear(3, 3, 1, weight_decompose=True, dropout=0.1),
-        "dropout: expected 0 beside weight_decompose, whose norms are of the whole weight; got 0.1",
+        "dropout: expected 0 with weight_decompose, whose norms are of the whole weight; got 0.1",
     ),
     "quantised_weight_decompose": wrong_type(
         lambda: LoKrLinear.from_linear(Quantised("int8"), 2, weight_decompose=True),

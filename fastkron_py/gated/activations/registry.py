@@ -24,7 +24,7 @@ class Activation:
         host_derivative: its derivative, in such operations too.
         value: the first as a jit function of a tile.
         derivative: the second as a jit function of a tile.
-        quick_value: the first with an error of some 1e-7, in few instructions, for NVIDIA GPUs and results that are rounded to half types.
+        quick_value: the first with an error of some 1e-7, in few instructions, for NVIDIA GPUs and results that are rounded to 16 bits.
         quick_derivative: the second with such an error.
         formula: in a line of text.
         aliases: other names that `nn.GatedMLP` takes for it, as papers call a whole layer by its gate. A name comes before an alias, and an
@@ -111,7 +111,7 @@ def register_activation(activation: Activation) -> Activation:
     tiles in registers; without them the activation runs in torch. docs/extending.md has an example with both.
 
     Args:
-        activation: the record of its functions.
+        activation: its functions and properties.
 
     Returns:
         The activation.

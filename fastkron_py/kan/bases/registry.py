@@ -92,7 +92,7 @@ def register_basis(basis: Basis) -> Basis:
     example with both.
 
     Args:
-        basis: the record of its functions.
+        basis: its functions and properties.
 
     Returns:
         The basis.

@@ -34,15 +34,15 @@ class KroneckerSum(ProductOrSum):
     Laplacians on tensor grids are such sums, and generators of independent Markov chains. With mass matrices, as finite and spectral
     elements have them, ``S = A (x) Mb (x) Mc + Ma (x) B (x) Mc + Ma (x) Mb (x) C``.
 
-    ``S @ x`` and ``x @ S`` multiply one mode after the other into one accumulator. For large x, neighbouring small factors are summed up to
-    one matrix first (up to 64 x 64 on a GPU, 16 x 16 on a CPU), so that 8^6 takes three passes and not six. `solve` takes the eigenvectors
+    ``S @ x`` and ``x @ S`` multiply one mode after the other into one accumulator. For large x, neighbouring small factors are first summed
+    into one matrix (up to 64 x 64 on a GPU, 16 x 16 on a CPU): 8^6 takes three passes instead of six. `solve` takes the eigenvectors
     of each factor, or of each pair of factor and mass: fast diagonalisation (Lynch, Rice and Thomas, "Direct solution of partial difference
     equations by tensor product methods", 1964), in as much work as two products. Gradients reach factors and masses through everything
     here. Where the factors are NumPy or CuPy arrays, so are operands and results.
 
     Args:
         factors: sequence of square ``[*batch_i, P_i, P_i]`` of one array type, dtype and device; batches broadcast. Kept as they are. An
-            integer n stands for the identity I_n: products take no work for it, and solves and determinants build it, in its own size.
+            integer n is the identity I_n: products take no work for it, and solves and determinants build it, in its own size.
         masses: a mass matrix ``[*batch_i, P_i, P_i]``, or an integer, for each factor; None for identities.
 
     Raises:
@@ -191,7 +191,7 @@ class KroneckerSum(ProductOrSum):
         Raises:
             TypeError: b of another array type or dtype, or float16 or bfloat16 factors.
             ValueError: b does not fit, a symmetric mass is not positive definite, or rcond is out of range.
-            torch.linalg.LinAlgError: S is singular but for rounding and there is no rcond, or with one eigenvectors are nearly dependent.
+            torch.linalg.LinAlgError: S is singular up to rounding without rcond, or with rcond the eigenvectors are nearly dependent.
 
         Example:
             >>> line = torch.tensor([[1.0, -1, 0], [-1, 2, -1], [0, -1, 1]])  # Neumann's conditions: constants are null vectors

@@ -166,7 +166,7 @@ class LazyOperator:
         """The matrix itself, ``[*batch, rows, columns]``.
 
         Args:
-            max_elements: refuse to build more than this; None builds anything.
+            max_elements: raise an error instead of building more than this; None builds anything.
 
         Raises:
             TypeError: max_elements is not an integer.

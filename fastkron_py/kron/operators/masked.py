@@ -270,8 +270,8 @@ class MaskedKroneckerProduct(Solvable):
             ``[*sample_shape, *batch, m]``.
 
         Raises:
-            TypeError: as there.
-            ValueError: as there, or rows and columns that are not the same points.
+            TypeError: as of `KroneckerPlusDiagonal.sample`.
+            ValueError: as of `KroneckerPlusDiagonal.sample`, or rows and columns that are not the same points.
         """
         return self._on_own(
             "sample", lambda own: gathered(own._plus().sample(sample_shape, generator=generator), own._points("sample"), -1)

@@ -150,18 +150,18 @@ class KroneckerPlusDiagonal(Solvable):
             b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
             mask: bool ``[n]`` or ``[*batch, n]``: solves with the rows and columns of A where it is true. Elsewhere b is not read,
                 and x is 0.
-            tolerance: as there.
-            max_iterations: as there.
-            preconditioner: as there.
-            progress: as there.
+            tolerance: as in `OperatorSum.solve`.
+            max_iterations: as in `OperatorSum.solve`.
+            preconditioner: as in `OperatorSum.solve`.
+            progress: as in `OperatorSum.solve`.
 
         Returns:
-            As there.
+            x, as `OperatorSum.solve` returns it.
 
         Raises:
-            TypeError: as there.
-            ValueError: as there, the mask does not fit or is empty, or a Kronecker product of diagonals is not positive.
-            torch.linalg.LinAlgError: as there.
+            TypeError: as of `OperatorSum.solve`.
+            ValueError: as of `OperatorSum.solve`; or the mask does not fit or is empty, or a product of diagonals is not positive.
+            torch.linalg.LinAlgError: as of `OperatorSum.solve`.
 
         Example:
             >>> K = KroneckerProduct([torch.eye(4) + 1, torch.eye(5)])
@@ -223,7 +223,7 @@ class KroneckerPlusDiagonal(Solvable):
             ``[*sample_shape, *batch, n]``.
 
         Raises:
-            TypeError: sample_shape is no sequence of integers, or float16 or bfloat16 factors.
+            TypeError: sample_shape is not a sequence of integers, or float16 or bfloat16 factors.
             ValueError: a factor is not Hermitian, or A not positive semi-definite (of a vector D: K with half of D's least element).
         """
         if not isinstance(sample_shape, Sequence):

@@ -38,9 +38,9 @@ class KroneckerProduct(ProductOrSum):
 
     Args:
         factors: sequence of ``[*batch_i, P_i, Q_i]`` of one array type, dtype and device; batches broadcast. Kept
-            as they are, so that parameters stay parameters and later changes of them show. An integer n stands for
+            as they are, so that parameters stay parameters and later changes of them show. An integer n is
             the identity I_n, which takes no memory and no work; one factor at least is a matrix. Or the first factor.
-        others: the other factors, if the first one is no sequence.
+        others: the other factors, if the first argument is not a sequence.
 
     Raises:
         TypeError: not a sequence, or factors of different kinds or dtypes.
@@ -100,7 +100,7 @@ class KroneckerProduct(ProductOrSum):
         """``self (x) other``: an operator of both's factors.
 
         Raises:
-            TypeError: other is no KroneckerProduct, or of another array type or dtype.
+            TypeError: other is not a KroneckerProduct, or has another array type or dtype.
         """
         if not isinstance(other, KroneckerProduct):
             raise type_error("other", "a KroneckerProduct", type_name(other))
@@ -116,7 +116,7 @@ class KroneckerProduct(ProductOrSum):
         """The elements ``K[i, i]``, ``[*batch, min(prod P_i, prod Q_i)]``; the factors need not be square.
 
         Args:
-            max_elements: refuse to build more than this; None builds anything.
+            max_elements: raise an error instead of building more than this; None builds anything.
 
         Raises:
             TypeError: max_elements is not an integer.
@@ -158,7 +158,7 @@ class KroneckerProduct(ProductOrSum):
                 ``max(P_i, Q_i)`` units of rounding. Derivatives are those among factors of equal rank.
 
         Raises:
-            TypeError: float16 or bfloat16 factors, or rcond is no number.
+            TypeError: float16 or bfloat16 factors, or rcond is not a number.
             ValueError: rcond is out of range.
         """
         check_rcond(rcond)
@@ -244,7 +244,7 @@ class KroneckerProduct(ProductOrSum):
             TypeError: float16 or bfloat16 factors, or jitter of another type.
             ValueError: a factor is not square, or jitter is not finite.
             torch.linalg.LinAlgError: a factor is not positive semi-definite (two negative definite ones make a
-                positive definite product, but are refused), or it is singular and derivatives are wanted.
+                positive definite product, but raise an error), or it is singular and derivatives are wanted.
         """
         return KroneckerProduct(self._run(algebra.cholesky, self._scalar(jitter, "jitter")))
 
@@ -337,7 +337,7 @@ class KroneckerProduct(ProductOrSum):
                 derivatives by autograd, if factors have any.
 
         Raises:
-            TypeError: f is no function; in a product, its results are of another type or dtype, or factors are float16 or bfloat16.
+            TypeError: f is not a function; in a product, its results are of another type or dtype, or factors are float16 or bfloat16.
             ValueError: a factor is not square; in a product, one is not Hermitian, or f changes the shape.
 
         Example:

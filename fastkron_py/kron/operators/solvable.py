@@ -97,7 +97,7 @@ class Solvable(LazyOperator):
 
         Args:
             b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
-            tolerance: of iterations, of the residual relative to b, for each column. None stands for 1e-4 in float32 and complex64 and
+            tolerance: of iterations, of the residual relative to b, for each column. None is 1e-4 in float32 and complex64 and
                 1e-10 in float64 and complex128.
             max_iterations: of iterations.
             preconditioner: of iterations: True for the operator's own, False for none, or a linear function of a residual
@@ -134,7 +134,7 @@ class Solvable(LazyOperator):
             generator: of the random vectors.
 
         Raises:
-            TypeError: float16 or bfloat16 factors, or probes are no integer.
+            TypeError: float16 or bfloat16 factors, or probes is not an integer.
             ValueError: a factor is not square, rows and columns that are not the same points, A is too large for a dense matrix and no
                 probes are given, or in an estimate A is not Hermitian and positive definite.
             torch.linalg.LinAlgError: in second derivatives, a factor has nearly dependent eigenvectors.

@@ -30,9 +30,9 @@ class TuningResult:
 
     Attributes:
         problem: that is tuned.
-        default_seconds: time of the closed form's choice.
-        best_seconds: time of the best choice, measured alternately with the closed form's.
-        choice: the best choice, or None where nothing was clearly faster than the closed form.
+        default_seconds: time of the default choice, by the cost model.
+        best_seconds: time of the best choice, measured alternately with the default.
+        choice: the best choice, or None if nothing was clearly faster than the default.
         trials: how many choices were tried.
         dropped: those that failed, each as (choice, reason).
         seconds: that the search took.
@@ -50,7 +50,7 @@ class TuningResult:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the closed form the best choice is."""
+        """How many times as fast as the default the best choice is."""
         return self.default_seconds / self.best_seconds
 
 
@@ -71,8 +71,8 @@ def tune(
 ) -> TuningResult:
     """Search for the fastest launches for Kronecker products of this problem, and use them from now on.
 
-    Calls multiply with launches chosen by a closed form, which times nothing. This times its plan, the planner's other best plans, and
-    those of each family of kernels. Their results are compared with the closed form's, and if one is clearly faster, later calls of the
+    Without tuning, a cost model chooses the launches, and nothing is timed. This times its plan (the default), the planner's other best
+    plans, and those of each family of kernels. Results are compared with the default's. If one is clearly faster, later calls of the
     same problem take it: in this process at once, and in every later one, since it is written to the user's table
     (``FASTKRON_CACHE_DIR``, else the system's place for caches; ``FASTKRON_TUNING=off`` ignores all tables). A search that is interrupted
     (Ctrl-C) keeps what it has found faster by then.
@@ -93,11 +93,11 @@ def tune(
         save: write the result to the user's table.
 
     Returns:
-        A `TuningResult`: both times, the choice (None where the closed form stays), and which trials failed, and why.
+        A `TuningResult`: both times, the choice (None if the default stays), and which trials failed, and why.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: shapes that do not chain, a budget that is not positive, or a device or dtype that Triton kernels do not
+        ValueError: shapes that do not fit, a budget that is not positive, or a device or dtype that Triton kernels do not
             take (they need a GPU, or Triton's interpreter with ``TRITON_INTERPRET=1``, where times mean little).
         KeyboardInterrupt: the search was interrupted.
 
@@ -124,9 +124,7 @@ def tune(
 
 def _show(now: TuningResult) -> None:
     """Write how far the search is over the last line of standard error."""
-    text = (
-        f"tuning: {now.trials} trials in {now.seconds:.0f} s, {now.best_seconds * 1e6:.1f} us (closed form {now.default_seconds * 1e6:.1f})"
-    )
+    text = f"tuning: {now.trials} trials in {now.seconds:.0f} s, {now.best_seconds * 1e6:.1f} us (default {now.default_seconds * 1e6:.1f})"
     print(f"\r{text:<90}", end="", file=sys.stderr, flush=True)
 
 

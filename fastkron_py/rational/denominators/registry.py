@@ -30,7 +30,7 @@ class DeviceFunctions(NamedTuple):
         slopes: ``(v, x, s)`` to (even, odd): from the cotangent v of Q, that of the kept coefficient j is ``even x^j`` or ``odd x^j``,
             as j is, and that of x is ``odd slope``.
         minus_slope: ``(c, odd, slope, v, x, APPROXIMATE)`` to c minus the cotangent of x, where that takes fewer instructions in another
-            way than by ``odd``; APPROXIMATE: PTX may be used. None stands for ``c - odd * slope``.
+            way than by ``odd``; APPROXIMATE: PTX may be used. None is ``c - odd * slope``.
     """
 
     coefficient: Any
@@ -118,7 +118,7 @@ def register_denominator(denominator: Denominator) -> Denominator:
     x ``[..., G, C / G]`` and b_j ``[G, 1]``, or of any shapes that broadcast. docs/extending.md has an example with all of them.
 
     Args:
-        denominator: the record of its functions.
+        denominator: its functions and properties.
 
     Returns:
         The denominator.
