@@ -129,7 +129,7 @@ WAY = (
     ("kron/api.py", "checks the arguments once"),
     ("runtime/call_cache.py", "seen before: runs its program"),
     ("kron/operator.py", "autograd, vmap, torch.compile; programs"),
-    ("kron/plan/", "which factors share a launch"),
+    ("kron/planner.py", "which factors share a launch"),
     ("kron/families/", "kernels and their arguments"),
     ("runtime/program.py", "runs the launches, keeps the program"),
 )

@@ -16,7 +16,14 @@ import threading
 from pathlib import Path
 
 SITE = Path(__file__).parents[1] / "out" / "site"
-PAGES = ("index.html", "five_minutes.html", "benchmarks/index.html", "guides/adapters.html", "reference/products.html")
+PAGES = (
+    "index.html",
+    "five_minutes.html",
+    "benchmarks/index.html",
+    "guides/kronecker.html",
+    "guides/adapters.html",
+    "reference/products.html",
+)
 SCHEMES = {"light": 1, "dark": 0}  # Chromium's preferredColorScheme
 
 
