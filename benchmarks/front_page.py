@@ -90,15 +90,31 @@ def _bytes(value: float) -> str:
 
 
 def _headline(docs: str) -> list[list[str]]:
+    """Of products also eager calls beside CUDA graphs, and the CPU."""
+
+    def of(name: str, baseline: str, times: Callable[[dict[str, Any]], dict[str, float]] = medians) -> str:
+        return times_text(speed_up(name, baseline, times).mean)
+
     step = before_and_after("botorch_fit_cpu", "KroneckerMultiTaskGP 300 x 20", "BoTorch")
     llama = before_and_after("lokr_llama", "8 layers of width 4096, 2 x 2048 tokens, w1 8 x 8, rank 32", "PEFT")
     return [
         ["you use", "you get", "measured on"],
         [
             f"[Kronecker products]({docs}guides/kronecker.md)",
-            f"{times_text(speed_up('kron', 'GPyTorch').mean)} the speed of GPyTorch, "
-            f"{times_text(recorded_speed_up('kron', 'FastKron (recorded)').mean)} that of FastKron",
+            f"{of('kron', 'GPyTorch')} the speed of GPyTorch, "
+            f"{times_text(recorded_speed_up('kron', 'FastKron (recorded)').mean)} that of FastKron (not tuned, in another run)",
             machine("kron"),
+        ],
+        [
+            "small products",
+            f"{of('kron_small', 'GPyTorch')} the speed of GPyTorch in eager calls, "
+            f"{of('kron_small', 'GPyTorch', device_medians)} in CUDA graphs",
+            machine("kron_small"),
+        ],
+        [
+            f"[products on a CPU]({docs}benchmarks/cpu.md)",
+            f"{of('kron_cpu', 'GPyTorch')} the speed of GPyTorch, {of('kron_cpu', 'pyfastkron')} that of FastKron",
+            machine("kron_cpu"),
         ],
         [f"[Gaussian processes]({docs}guides/gpytorch.md)", f"a BoTorch training step: {step}", machine("botorch_fit_cpu")],
         [f"[LoKr adapters]({docs}guides/adapters.md)", f"a PEFT training step of a Llama: {llama}", machine("lokr_llama")],
@@ -151,12 +167,15 @@ def _comparisons(docs: str) -> list[list[str]]:
 
     kron, kan, adapters = "benchmarks/kronecker.md", "benchmarks/kan.md", "benchmarks/adapters.md"
     gated, gp, kat = "benchmarks/gated_mlp.md", "benchmarks/gpytorch.md", "benchmarks/rational.md"
+    cpu = "benchmarks/cpu.md"
     fastkron = "FastKron 1.1.0, not tuned, timed in another run"
     rows = [
         row("products, float32", kron, "kron", "GPyTorch"),
         row("products, float32", kron, "kron", "FastKron (recorded)", fastkron, recorded_speed_up),
-        row("small products, float32", kron, "kron_small", "GPyTorch", how="eager calls"),
+        row("small products, float32", kron, "kron_small", "GPyTorch", how="eager"),
         row("small products, float32", kron, "kron_small", "GPyTorch", of=graphs, how="CUDA graphs"),
+        row("products, float32", cpu, "kron_cpu", "GPyTorch", how="eager"),
+        row("products, float32", cpu, "kron_cpu", "pyfastkron", "FastKron 1.1.0's CPU build", how="eager"),
         row("forward and backward, float32", kron, "kron_backward", "matmul + transpose", "torch, one factor at a time"),
         row("products, bfloat16 and float16", kron, "kron_half", "matmul + transpose", "torch, one factor at a time"),
         row("products, float64", kron, "kron_float64", "GPyTorch"),
