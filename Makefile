@@ -182,6 +182,8 @@ dist: $(RELEASE_READY)  ## build the wheel and the source distribution into dist
 	$(RELEASE_PY) -m pyroma --min=8 dist/*.tar.gz
 
 publish: $(RELEASE_READY)  ## upload dist/ to PyPI, from the workflow that PyPI trusts; TAG=v0.1.0 has to be the version
+	@! grep -qE '\]\((docs/|LICENSE|[A-Z]+\.|pyproject)' README.md || \
+	  { echo "README.md has relative links, which PyPI does not show: see RELEASING.md"; exit 1; }
 	@test -z "$$TAG" || test "$$TAG" = "v$(VERSION)" || { echo "the tag $$TAG is not v$(VERSION) of fastkron_py/__init__.py"; exit 1; }
 	$(RELEASE_PY) -m twine upload --non-interactive dist/*
 
