@@ -33,8 +33,8 @@ CONTRACTS = {
     "third derivatives": "of a loss of the result, against those of the definition",
     "batches of gradients": "`torch.autograd.grad(is_grads_batched=True)`, also of gradients, and vectorized Jacobians in both modes",
     "writes in place": "to the result or an argument before the backward pass, which raises or is right",
-    "jvp": "`torch.func.jvp`, and tangents of the incoming gradient of a recorded call",
-    "vmap": "`torch.func.vmap` over all tensors, and over the first alone; inside of `torch.compile`, too, with gradients",
+    "jvp": "`torch.func.jvp`, and tangents of the incoming gradient of a cached call",
+    "vmap": "`torch.func.vmap` over all tensors, and over the first alone; also inside `torch.compile`, with gradients",
     "opcheck": "`torch.library.opcheck` of each operator that the call and its backward pass use",
     "compile": "`torch.compile(fullgraph=True)`, forward and backward",
     "compile, any number of rows": "the same with `dynamic=True`: one graph for all numbers of rows",
@@ -43,7 +43,7 @@ CONTRACTS = {
     "jit.trace": "`torch.jit.trace`, run on other tensors",
     "fake tensors": "under `FakeTensorMode`, before and after a real call; the real call stays right",
     "meta tensors": "tensors on the device meta give the result's shape, dtype and device",
-    "functionalize": "`torch.func.functionalize`, and a plain call afterwards; beside another transform it is right or refused",
+    "functionalize": "`torch.func.functionalize`, and a plain call afterwards; with another transform it is right or raises an error",
     "default device": 'inside `torch.device("meta")`, and a plain call afterwards',
     "inference mode": "inside `torch.inference_mode()`, and a call with gradients afterwards",
     "autocast": "inside `torch.autocast` to bfloat16, twice",
@@ -52,8 +52,8 @@ CONTRACTS = {
     "no rows": "a first tensor without rows: an empty result, and gradients of zeros",
     "strides": "tensors with gaps between elements, and transposed ones, on both backends",
     "conjugate and negative views": "`t.conj()` and `t.conj().imag`, twice",
-    "sparse tensors": "a sparse first tensor is refused by name, or multiplied right",
-    "dtypes that differ": "integers beside float64 are refused by name",
+    "sparse tensors": "a sparse first tensor raises an error that names it, or the result is right",
+    "dtypes that differ": "integers with float64 raise an error that names them",
 }
 """What test_functions.py checks, by name."""
 
@@ -187,7 +187,7 @@ EIGENVECTORS = {
     "functionalize": Unsupported(_READS, (ValueError, RuntimeError), "value can be read|Functionalize"),
     **{c: Unsupported(_READS, Exception, _DATA) for c in ("compile", "export", "export, strict", "fake tensors")},
 }
-NO_JVP = Unsupported("forward mode is not there", NotImplementedError, "jvp")
+NO_JVP = Unsupported("there is no forward mode", NotImplementedError, "jvp")
 OF_LOGDET = {
     "jvp": NO_JVP,
     "third derivatives": Unsupported("derivatives are of two orders", NotImplementedError, "logdet: .* the third are not"),

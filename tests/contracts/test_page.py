@@ -15,10 +15,26 @@ from contracts_table import CONTRACTS, FUNCTIONS, Function
 PAGE = Path(__file__).parents[2] / "docs/reference/contracts.md"
 HEAD = """# What every function supports
 
-The test suite states once what users of torch may expect of any function, and checks it for each
-(`tests/contracts`). This page is made from its table. "yes": checked, and works. A number: not
-supported, for the reason below; a test checks the error. A dash: the question has no meaning.
+The test suite states once what users of torch may expect of a function, and checks it for each
+(`tests/contracts`). This page is made from its table.
 """
+GROUPS = {
+    "all": "float16, bfloat16, float32, float64, complex64, complex128",
+    "real": "float16, bfloat16, float32, float64",
+    "from float32": "float32, float64, complex64, complex128",
+}
+FUNCTIONS_HEAD = """
+## Functions
+
+Each function passes every contract, except those named here by letter. *Not supported*: the call
+raises an error, as a test checks, for the [reason](#reasons) of that number. *Not asked*: the
+question has no meaning for it.
+
+Dtypes: "all" are float16, bfloat16, float32, float64, complex64 and complex128; "real" are the
+first four, and "from float32" the last four.
+
+| function | dtypes | not supported | not asked |
+| --- | --- | --- | --- |"""
 
 
 def page() -> str:
@@ -27,10 +43,15 @@ def page() -> str:
     lines = [HEAD, "## Contracts", "", "| | name | what is checked |", "| --- | --- | --- |"]
     letters = dict(zip(CONTRACTS, string.ascii_uppercase + string.ascii_lowercase, strict=False))
     lines += [f"| {letters[c]} | {c} | {text} |" for c, text in CONTRACTS.items()]
-    lines += ["", "## Functions", "", "| function | dtypes | " + " | ".join(letters.values()) + " |", "| --- " * (len(letters) + 2) + "|"]
+    lines.append(FUNCTIONS_HEAD)
+    shown = {dtypes: name for name, dtypes in GROUPS.items()}
     for f in FUNCTIONS:
-        cells = [_cell(f, c, notes) for c in CONTRACTS]
-        lines.append(f"| `{f.name}` | {_dtypes(f)} | " + " | ".join(cells) + " |")
+        found: dict[str, list[str]] = {}
+        for contract in CONTRACTS:
+            found.setdefault(_cell(f, contract, notes), []).append(letters[contract])
+        missing = [f"{' '.join(at)}: {reason}" for reason, at in found.items() if reason not in ("yes", "-")]
+        dtypes = _dtypes(f)
+        lines.append(f"| `{f.name}` | {shown.get(dtypes, dtypes)} | {'; '.join(missing)} | {' '.join(found.get('-', []))} |")
     lines += ["", "## Reasons", ""]
     for text, number in notes.items():
         lines += textwrap.wrap(f"{number}. {text}", 100, subsequent_indent="   ")
@@ -42,6 +63,7 @@ def _dtypes(f: Function) -> str:
 
 
 def _cell(f: Function, contract: str, notes: dict[str, int]) -> str:
+    """A cell: "yes", "-" for a question without a meaning, or the number of the reason why not."""
     applies = {
         "compile, any number of rows": f.rows,
         "no rows": f.rows,
