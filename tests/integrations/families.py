@@ -14,6 +14,7 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torchvision_import import import_torchvision
 
-from fastkron_py.integrations.transformers import apply, layers, use_fastkron
+from fastkron_py.integrations.transformers import layers, use_fastkron
 from fastkron_py.integrations.transformers.form import read_form
 
 import_torchvision()
@@ -155,7 +156,7 @@ def row(family: str, name: str) -> Row | None:
             continue
         form = read_form(mlp)
         if form is not None:
-            obstacle = apply._obstacle(mlp)
+            obstacle = layers.GatedProjections.obstacle(mlp)
             return Row(family, name, obstacle or "", 0.0 if obstacle else error(mlp, getattr(mlp, form.up).in_features))
         reason = ""
     return Row(family, name, reason) if reason else None
@@ -174,34 +175,36 @@ def page(found: list[Row]) -> str:
     served = {r.family: [c.name for c in found if c.family == r.family and not c.reason] for r in found if not r.reason}
     unmade = [f"`{r.name}`" for r in found if r.reason.startswith(UNMADE)]
     alone = [r for r in found if r.reason and not r.reason.startswith(UNMADE)]
+    several = {name: f"{name} ({len(classes)} classes)" for name, classes in served.items() if len(classes) > 1}
+    intro = (
+        f"[`use_fastkron`](gated_mlp.md#hugging-face-transformers) supports the gated MLPs of {len(served)} families of "
+        f"transformers {transformers.__version__}, {sum(map(len, served.values()))} classes. `make families` writes this page. It makes "
+        "each class from its family's configuration, and compares results and gradients with those of the unmodified class, in "
+        f"float32. The largest relative difference is {max(r.error for r in found):.0e}. Experts with three-dimensional weights are "
+        "not supported."
+    )
     lines = [
         "# Families of transformers",
         "",
-        f"`use_fastkron` serves gated MLPs of {len(served)} families of transformers {transformers.__version__}, "
-        f"{sum(map(len, served.values()))} classes.",
-        "`make families` writes this page. It makes each class from its family's configuration, and compares",
-        "results and gradients of input and parameters with the stock class's, in float32: the largest",
-        f"relative difference is {max(r.error for r in found):.0e}. Experts in three-dimensional weights are not among them.",
+        *textwrap.wrap(intro, 100),
         "",
-        "See [use gated MLPs](gated_mlp.md#hugging-face-transformers).",
+        "## Supported",
         "",
-        "| family | classes served |",
-        "| --- | --- |",
-        *[f"| {family} | {', '.join(f'`{name}`' for name in names)} |" for family, names in served.items()],
+        *textwrap.wrap(", ".join(several.get(name, name) for name in served), 100),
         "",
         "## Left alone",
         "",
-        "Other classes with a product and two to four linear layers, if they look like a gated MLP:",
+        "These classes look like a gated MLP: they have a product and two to four linear layers.",
         "",
         "| family | class | reason |",
         "| --- | --- | --- |",
         *[f"| {r.family} | `{r.name}` | {r.reason.split(' with one of')[0]} |" for r in alone],
         "",
-        "## Not looked at",
+        "## Not tested",
         "",
-        "Most of these are attention or heads of models. They need more than a configuration:",
+        "These need more than a configuration. Most are attention or heads of models.",
         "",
-        *[f"- {names}" for names in unmade],
+        *textwrap.wrap(", ".join(unmade), 100),
     ]
     return "\n".join(lines) + "\n"
 
