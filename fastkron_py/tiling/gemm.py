@@ -83,7 +83,7 @@ def _load_rows(b, b2, tile_n, k, N, K, stride, BLOCK_N: tl.constexpr, BLOCK_K: t
 
 
 @triton.jit
-def _halves(t):
+def halves(t):
     """The left and the right half of ``t [R, C]``; of a product's sums no data leaves its thread."""
     return tl.split(tl.permute(tl.reshape(t, (t.shape[0], 2, t.shape[1] // 2)), (0, 2, 1)))
 
@@ -119,11 +119,11 @@ def _epilogue(
     """Epilogue sums in PARTS pieces; of "stacked" pairs both halves are given. bias: (pointer, step, distance of the two of a pair)."""
     row, column, rows, columns = place
     if PARTS > 1:
-        left, right = _halves(first)
+        left, right = halves(first)
         left2 = left
         right2 = right
         if PAIRS == "stacked":
-            left2, right2 = _halves(second)
+            left2, right2 = halves(second)
         STEP: tl.constexpr = first.shape[1] // 2
         beside = (row, column + STEP, rows, columns)
         LESS: tl.constexpr = PARTS // 2
@@ -202,9 +202,9 @@ def _gemm_kernel(
         second = acc
         if PAIRS == "stacked":
             if SWAPPED:
-                second, first = _halves(acc)
+                second, first = halves(acc)
             else:
-                first, second = _halves(acc)
+                first, second = halves(acc)
         place = (row, tile_n * (BLOCK_N // PAIRED), M, N // PAIRED)
         biases = (bias, bias_step, bias_half)
         targets = (out, pair, pair2, side)

@@ -82,9 +82,19 @@ GATED: dict[str, tuple[int, int, int, torch.dtype, str]] = {
     "gated, float32": (4096, 1024, 512, SINGLE, "highest"),
     "gated, odd, bfloat16": (1000, 500, 300, HALF, "highest"),
 }
+# name: (dtype, rank of w2, columns of w1)
+INDEXED: dict[str, tuple[torch.dtype, int | None, int]] = {
+    "lokr by index, bfloat16": (HALF, None, 8),
+    "lokr by index, rank 32, bfloat16": (HALF, 32, 8),
+    "lokr by index, wide w1, bfloat16": (HALF, None, 64),
+    "lokr by index": (SINGLE, None, 8),
+    "lokr by index, rank 32": (SINGLE, 32, 8),
+    "lokr by index, float64": (DOUBLE, None, 8),
+}
 # Problems of the table alone: the tests compile their kernels for others, in the same dtypes.
 UNTESTED = {
     *("kron 4^6", "kron 64^2", "kron 64^2, bfloat16", "kron 4^4, complex64", "kron 32^3, float64", "kron 64^2, float64"),
+    *("lokr by index, wide w1, bfloat16", "lokr by index, rank 32"),
     *("kan, one step", "kan, middle", "kan, small, bfloat16", "rational", "gated, one token, bfloat16"),
 }
 
@@ -181,6 +191,16 @@ def run_gated(rows: int, hidden: int, depth: int, dtype: torch.dtype, precision:
     build.program([])([dy, torch.empty(rows, 2 * hidden, dtype=dtype)])
 
 
+def run_indexed(dtype: torch.dtype, rank: int | None, in1: int) -> None:
+    from fastkron_py.adapters.batched import program
+
+    inner = 4096 // in1
+    x, w1, index = torch.empty(512, 4096, dtype=dtype), torch.empty(7, in1, in1, dtype=dtype), torch.empty(512, dtype=torch.int64)
+    pair = torch.empty(7, inner, rank or inner, dtype=dtype), None if rank is None else torch.empty(7, rank, inner, dtype=dtype)
+    tensors = (x, w1, None, *pair, x, index)
+    program(tensors, (1.0, None, "triton"))([t for t in tensors if t is not None], (1.0,))
+
+
 def problems() -> dict[str, Callable[[], None]]:
     """What is launched, by name."""
     table: list[tuple[Callable[..., None], dict[str, Any]]] = [
@@ -193,6 +213,7 @@ def problems() -> dict[str, Callable[[], None]]:
         (run_rational, RATIONAL),
         (run_linear_rational, {"linear layer and rational, bfloat16": ()}),
         (run_gated, GATED),
+        (run_indexed, INDEXED),
     ]
     return {name: lambda run=run, given=given: run(*given) for run, cases in table for name, given in cases.items()}
 
