@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from fastkron_py.adapters.plan import CPU_COSTS, GPU_COSTS, Plan, best_plan, is_
 from fastkron_py.kron import operator
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.errors import value_error
+
+_EXPORTED: Final = 4096  # rows that an exported program's plan is for
 
 
 def add_product(
@@ -67,7 +69,9 @@ def multiply(
 
 
 def plan_of(w1: Factor, w2: Factor, tokens: int, device: torch.device) -> Plan:
-    """Which factors are one matrix in the product; a pair may be multiplied out."""
+    """Which factors are one matrix in the product; a pair may be multiplied out. An exported program has one plan for any number of rows."""
+    if torch.compiler.is_exporting():
+        tokens = _EXPORTED
     return best_plan(w1.size, w2.size, tokens, CPU_COSTS if device.type == "cpu" else GPU_COSTS)
 
 

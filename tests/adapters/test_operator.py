@@ -12,7 +12,7 @@ from adapter_cases import CASES, LoKrCase, leaves_of, lokr_problem
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py import lokr_linear
+from fastkron_py import lokr_linear, reference
 from fastkron_py.adapters import composed, program
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.plan import Plan
@@ -132,3 +132,20 @@ def test_what_is_kept_is_of_its_own_call(backend_name: str, device: torch.device
     want = gradients(composed.add_product(x, *factors(w1, w2), base, 1.0, None), of_first)
     for g, w in zip(gradients(lokr_linear(x, w1, w2, base=base), of_first), want, strict=True):
         torch.testing.assert_close(g, w)
+
+
+class Adapted(torch.nn.Module):
+    def forward(self, x: Tensor, w1: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return lokr_linear(x, w1, (a, b))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_with_any_number_of_rows(strict: bool, generator: torch.Generator) -> None:
+    """The plan of an eager call depends on their number: that of a rank of 8 changes."""
+    w1, a, b = (torch.randn(shape, generator=generator) for shape in ((4, 4), (16, 8), (8, 16)))
+    x = torch.randn(5000, 64, generator=generator)
+    shapes = {"x": {0: torch.export.Dim("rows")}, "w1": None, "a": None, "b": None}
+    made = torch.export.export(Adapted(), (x[:7], w1, a, b), dynamic_shapes=shapes, strict=strict).module()
+    for rows in (1, 2, 500, 5000):
+        want = reference.lokr_linear(x[:rows].double(), w1.double(), (a.double(), b.double()))
+        assert_close(made(x[:rows], w1, a, b), want, steps=4)
