@@ -129,7 +129,7 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     from fastkron_py.adapters.launches import add_indexed, most_rank
 
     w1 = _prepared(build, given.w1, given.w1.left.dtype, 0, precision)
-    w2 = _prepared(build, given.w2, x.dtype, most_rank(x.dtype, groups), precision)
+    w2 = _prepared(build, given.w2, x.dtype, most_rank(x.dtype, groups, build.device), precision)
     rows = math.prod(x.shape[:-1])
     x, index = build.contiguous(x).view(rows, x.shape[-1]), build.contiguous(index).view(rows)
     y = build.empty((rows, result.shape[-1]), x.dtype)

@@ -69,7 +69,7 @@ def multiply(
 
 
 def plan_of(w1: Factor, w2: Factor, tokens: int, device: torch.device) -> Plan:
-    """Which factors are one matrix in the product; a pair may be multiplied out. An exported program has one plan for any number of rows."""
+    """Which factors are one matrix in the product; a pair may be multiplied out. Exported programs have one plan for any number of rows."""
     if torch.compiler.is_exporting():
         tokens = _EXPORTED
     return best_plan(w1.size, w2.size, tokens, CPU_COSTS if device.type == "cpu" else GPU_COSTS)

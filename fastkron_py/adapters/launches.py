@@ -46,21 +46,29 @@ class _Sums(NamedTuple):
 # By the bytes of an element.
 _SUMS: Final = {2: _Sums(128, 128 * 256, 128, 64, 256), 4: _Sums(128, 128 * 64, 32, 32, 64), 8: _Sums(64, 64 * 64, 32, 16, 64)}
 
+_HALF_FROM_REGISTERS: Final = _Sums(128, 128 * 128, 64, 64, 128)  # where tensor cores read operands from there
+
+
+def _sums(dtype: torch.dtype, device: torch.device) -> _Sums:
+    if dtype.itemsize == 2 and not devices.gpu_of(device).has_shared_operands:
+        return _HALF_FROM_REGISTERS
+    return _SUMS[dtype.itemsize]
+
 
 def _rows(sums: _Sums, groups: int, is_pair: bool) -> int:
     """The rows of a program; those of a pair are a side of a second product."""
     return max(_NARROWEST if is_pair else _FEWEST_ROWS, sums.columns // groups)
 
 
-def most_rank(dtype: torch.dtype, in1: int) -> int:
+def most_rank(dtype: torch.dtype, in1: int, device: torch.device) -> int:
     """The largest rank of a w2 that the kernel takes as a pair."""
-    sums, groups = _SUMS[dtype.itemsize], next_power_of_two(in1)
+    sums, groups = _sums(dtype, device), next_power_of_two(in1)
     return sums.most // (groups * _rows(sums, groups, True))
 
 
-def _tile(dtype: torch.dtype, in1: int, w2: FactorSize) -> dict[str, int]:
+def _tile(dtype: torch.dtype, in1: int, w2: FactorSize, device: torch.device) -> dict[str, int]:
     """The blocks of a program."""
-    sums, groups, is_pair = _SUMS[dtype.itemsize], next_power_of_two(in1), w2.rank is not None
+    sums, groups, is_pair = _sums(dtype, device), next_power_of_two(in1), w2.rank is not None
     rows = _rows(sums, groups, is_pair)
     most = min(sums.width, sums.most // (groups * rows))
     least = _WARPGROUP if is_pair else _NARROWEST  # zeros cost less than other instructions
@@ -91,7 +99,7 @@ def add_indexed(build: Builder, given: Operands, index: Tensor, y: Tensor, preci
     order, ends = build.empty((rows,), torch.int32), build.empty((adapters + 1,), torch.int32)
     sort = {"rows": rows, "adapters": adapters, "BLOCK": min(_SORTED, next_power_of_two(rows)), "num_warps": 4}
     build.launch(Launcher([LaunchConfig(_sort_rows_kernel, (adapters + 1,), sort)]), (index, order, ends))
-    tile, numbers = _tile(x.dtype, in1, w2.size), arithmetic(x.dtype, precision, given=True)
+    tile, numbers = _tile(x.dtype, in1, w2.size, build.device), arithmetic(x.dtype, precision, given=True)
     right, left = (w2.left, x) if w2.right is None else (w2.right, w2.left)
     arguments = {
         "adapters": adapters,

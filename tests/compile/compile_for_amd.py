@@ -19,10 +19,12 @@ from triton.runtime import driver
 BFLOAT16 = (
     *("kron 16^4, bfloat16", "kron 128^2, bfloat16", "131^2, copied, bfloat16", "kan, large, bfloat16", "kan, small, bfloat16"),
     *("rational, bfloat16", "linear layer and rational, bfloat16", "gated, large, bfloat16"),
+    *("lokr by index, bfloat16", "lokr by index, rank 32, bfloat16"),
 )
 OTHERS = (
     *("kron 8^5", "kron 16^4", "kron 128^2", "kron 32^3, float64", "kron 128^2, float64", "kron 32^2, complex64", "kron 2^9, complex128"),
     *("hadamard 2^12", "points", "points, 32 columns", "kan, large", "kan, large, TF32", "kan, small, float64", "rational", "gated, TF32"),
+    *("lokr by index", "lokr by index, float64"),
 )
 PROBLEMS = {"gfx942": (*BFLOAT16, *OTHERS), "gfx1201": BFLOAT16}
 LANES = {"gfx942": 64, "gfx1201": 32}

@@ -23,6 +23,7 @@ OF_BFLOAT16 = {
     "_fused_multiply_fwd_kernel",
     "_gate_gradients_kernel",
     "_gemm_kernel",
+    "_indexed_lokr_kernel",
     "_layer_norm_rational_bwd_kernel",
     "_layer_norm_rational_fwd_kernel",
     "_poly_kan_fwd_kernel",
@@ -31,6 +32,7 @@ OF_BFLOAT16 = {
     "_rational_coefficients_kernel",
     "_rational_fwd_kernel",
     "_sliced_multiply_fwd_kernel",
+    "_sort_rows_kernel",
     "_sum_partials_kernel",
 }
 OF_OTHERS = {"_narrow_multiply_fwd_kernel", "_split_gradient_kernel", "_take_points_kernel", "_take_runs_kernel", "_transpose_kernel"}
