@@ -55,7 +55,7 @@ def test_values(form: str, rank: int | None, backend_name: str, device: torch.de
         options: dict[str, Any] = {"magnitude": want.abs().max().expand_as(want), "steps": 4, "rms_tol": None}
         y = lokr_linear(x, w1, w2, base=base, index=index, scale=0.5)
         assert_close(y, want, **options)
-        assert torch.equal(y, lokr_linear(x, w1, w2, base=base, index=index.int(), scale=torch.tensor(0.5)))
+        assert torch.equal(y, lokr_linear(x, w1, w2, base=base, index=index.int(), scale=torch.tensor(0.5, device=device)))
         assert_close(lokr_linear(x, w1, w2, index=index, scale=0.5), want - base.double(), **options)
         for none in (-1, ADAPTERS):
             assert torch.equal(lokr_linear(x, w1, w2, base=base, index=torch.full_like(index, none)), base)
