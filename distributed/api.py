@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -288,13 +287,11 @@ class Call:
 
     def description(self) -> dict[str, Any]:
         """The arguments that must be the same on every rank."""
-        tensors = {"x": self.x, "z": self.z, "alpha": self.alpha, "beta": self.beta}
-        grads = [name for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad]
-        grads += [f"factors[{i}]" for i, f in self.matrices.items() if f.requires_grad]
+        shared = [*[(f"factors[{i}]", f) for i, f in enumerate(self.factors)], ("alpha", self.alpha), ("beta", self.beta)]
         return {
             "call": self.name,
             "dtype of x": str(self.x.dtype),
-            "shapes of factors": shape_texts(self.factors),
+            "shapes of factors": [shape_text(f) for f in self.factors],
             "alpha": scalar_text(self.alpha),
             "beta": scalar_text(self.beta),
             "z": "none" if self.z is None else "a tensor",
@@ -302,15 +299,20 @@ class Call:
             "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.transport],
             "recompute": self.recompute,
             "reduction": self.reduction,
-            "arguments that need gradients": grads if torch.is_grad_enabled() else [],
+            "arguments that need gradients": in_need([("x", self.x), ("z", self.z), *shared]),
             "under a transform of torch.func": transforms_active(),
-            **checksums(factors=self.factors, alpha=self.alpha, beta=self.beta),
+            **checksums(self.grid, shared),
         }
 
 
-def shape_texts(factors: Sequence[Any]) -> list[Any]:
-    """Shapes of factors, as ranks compare them: lists, or the integers themselves."""
-    return [f if is_identity(f) else list(f.shape) for f in factors]
+def in_need(named: Sequence[tuple[str, Any]]) -> list[str]:
+    """The names of the tensors that need gradients, among arrays and numbers."""
+    return [name for name, t in named if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()]
+
+
+def shape_text(factor: Any) -> Any:
+    """A factor's shape, as ranks compare it: a list, or the integer itself."""
+    return factor if is_identity(factor) else list(factor.shape)
 
 
 def scalar_text(value: Any) -> str:
@@ -318,12 +320,9 @@ def scalar_text(value: Any) -> str:
     return "a tensor" if isinstance(value, Tensor) else str(value)
 
 
-def checksums(**given: Any) -> dict[str, str]:
-    """With ``FASTKRON_CHECK=1`` in the environment, checksums of the tensors and sequences of tensors given, for ranks to compare."""
-    if os.environ.get("FASTKRON_CHECK", "") in ("", "0"):
-        return {}
-    named = given | {f"{name}[{i}]": t for name, many in given.items() if isinstance(many, Sequence) for i, t in enumerate(many)}
-    return {f"values of {name}": _checksum(t) for name, t in named.items() if isinstance(t, Tensor)}
+def checksums(grid: ProcessGrid, named: Sequence[tuple[str, Any]]) -> dict[str, str]:
+    """For ranks to compare, where the grid checks factors: checksums of the tensors among arrays and numbers."""
+    return {f"values of {name}": _checksum(t) for name, t in named if isinstance(t, Tensor)} if grid.check_factors else {}
 
 
 @torch.no_grad()

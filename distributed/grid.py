@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -47,6 +48,8 @@ class ProcessGrid:
         device: where tensors of this rank lie; None takes the current GPU if the default group has NCCL, else the CPU.
         private: make groups of its own, so that a thread can use this grid while another thread uses another one. They last until the
             default group is destroyed. Not with a mesh.
+        check_factors: have ranks compare checksums of factors, mass matrices and scalars that are tensors before each call, which waits for
+            the GPU. For debugging: ranks whose factors differ get wrong results. None does so where ``FASTKRON_CHECK=1`` is set.
 
     Raises:
         TypeError: an argument of another type.
@@ -73,6 +76,7 @@ class ProcessGrid:
         ranks: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         private: bool = False,
+        check_factors: bool | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("ProcessGrid: no process group exists; call fastkron_py.distributed.init_process_group() first")
@@ -87,7 +91,11 @@ class ProcessGrid:
             self._device = _grid_device(device, shape)
             if private and mesh is not None:
                 raise value_error("private", "False with a mesh, whose groups are used", private)
+            if check_factors is not None and not isinstance(check_factors, bool):
+                raise type_error("check_factors", "True, False or None", type_name(check_factors))
+        self._check_factors = check_factors
         description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type, "private": bool(private)}
+        description["check_factors"] = self.check_factors
         description["version of fastkron_py"] = sys.modules["fastkron_py"].__version__  # not imported: the package imports this
         agree(self, description)
         self._control.grids = number = self._control.grids + 1
@@ -144,6 +152,11 @@ class ProcessGrid:
     def device(self) -> torch.device:
         """Where this rank's tensors lie."""
         return self._device
+
+    @property
+    def check_factors(self) -> bool:
+        """Whether ranks compare the values of factors before each call."""
+        return os.environ.get("FASTKRON_CHECK", "") not in ("", "0") if self._check_factors is None else self._check_factors
 
     @property
     def row_group(self) -> dist.ProcessGroup:

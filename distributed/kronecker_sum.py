@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.distributed.agreement import refuse, refused_by_all
-from fastkron_py.distributed.api import Call, multiply, shape_texts
+from fastkron_py.distributed.api import Call, multiply
 from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
 from fastkron_py.distributed.product import KroneckerProduct
@@ -77,12 +77,6 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         """The mass matrices as they were given, or None."""
         return self._local.masses
 
-    def _shapes(self) -> dict[str, Any]:
-        return super()._shapes() | {"shapes of masses": shape_texts(self.masses or ())}
-
-    def _named(self) -> list[tuple[str, Any]]:
-        return [*super()._named(), *[(f"masses[{i}]", m) for i, m in enumerate(self.masses or ())]]
-
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Factors and masses, identities among them as matrices."""
         found = built([*self.factors, *(self.masses or ())])
@@ -116,7 +110,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             TypeError: t is of another type, or float16 or bfloat16 factors.
             ValueError: t is not finite, or the sum has mass matrices.
         """
-        made = LocalKroneckerProduct(self._first("expm", lambda s, t: s.expm(t).factors, t))
+        made = LocalKroneckerProduct(self._of_first("expm", lambda s, t: s.expm(t).factors, t))
         return KroneckerProduct._of(made, self._grid, self._reduction)
 
     def expm_multiply(self, x: Any, t: Any = 1.0) -> Any:
@@ -179,7 +173,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
         factors, masses = self._pairs()
-        basis = self._basis("solve", grid, block)
+        basis = self._basis("solve", block)
         share = GridShare(grid, of_rows=True)
         system = _System(len(factors), grid, self._reduction)
         diagonal = combined(basis.values, True, None, share)
@@ -196,7 +190,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         """
         grid = self._grid
         factors, masses = self._pairs()
-        basis = self._basis("slogdet", grid)
+        basis = self._basis("slogdet")
         share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):
             return SlogDet(*slogdet(factors, masses, None, True, basis, "masses", share))

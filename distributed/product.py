@@ -19,11 +19,12 @@ from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
 from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, matrices, per_factor
-from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
+from fastkron_py.kron.operators.cg import Convergence
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, combined
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
-from fastkron_py.kron.operators.shifted import EQUAL, IterativeSystem, Shifted, check_real, slogdet
+from fastkron_py.kron.operators.shifted import IterativeSystem, Shifted, check_real, slogdet
+from fastkron_py.kron.operators.solvable import Iterations
 from fastkron_py.kron.operators.spectral import ProductSystem
 from fastkron_py.kron.operators.spectral import solve as solve_by_basis
 from fastkron_py.runtime.eager import without_autocast
@@ -66,15 +67,19 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     def inverse(self) -> KroneckerProduct:
         """The inverse, as `fastkron_py.KroneckerProduct.inverse`."""
-        return self._like(LocalKroneckerProduct(self._first("inverse", lambda k: k.inverse().factors)))
+        return self._factorwise("inverse")
 
     def cholesky(self) -> KroneckerProduct:
         """The lower triangular L of ``K = L @ L.mH``, as `fastkron_py.KroneckerProduct.cholesky`."""
-        return self._like(LocalKroneckerProduct(self._first("cholesky", lambda k: k.cholesky().factors)))
+        return self._factorwise("cholesky")
 
     def matrix_power(self, n: int) -> KroneckerProduct:
         """``K @ K @ ...``, as `fastkron_py.KroneckerProduct.matrix_power`."""
-        return self._like(LocalKroneckerProduct(self._first("matrix_power", lambda k, n: k.matrix_power(n).factors, n)))
+        return self._factorwise("matrix_power", n)
+
+    def _factorwise(self, name: str, *options: Any) -> KroneckerProduct:
+        """The operator that a method of this name makes on the first rank."""
+        return self._with(self._of_first(name, lambda k, *given: getattr(k, name)(*given).factors, *options))
 
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
         """``self (x) other``: an operator of both's factors, on this one's grid and with its reduction."""
@@ -94,15 +99,15 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     def slogdet(self) -> SlogDet:
         """Sign of the determinant and log of its absolute value, as `fastkron_py.KroneckerProduct.slogdet`."""
-        return SlogDet(*self._first("slogdet", lambda k: k.slogdet()))
+        return SlogDet(*self._of_first("slogdet", lambda k: k.slogdet()))
 
     def det(self) -> Any:
         """The determinant."""
-        return self._first("det", lambda k: [k.det()])[0]
+        return self._of_first("det", lambda k: [k.det()])[0]
 
     def norm(self, ord: Any = "fro") -> Any:
         """A matrix norm: ``"fro"``, ``"nuc"``, 2, 1 or inf."""
-        return self._first("norm", lambda k, ord: [k.norm(ord)], ord)[0]
+        return self._of_first("norm", lambda k, ord: [k.norm(ord)], ord)[0]
 
     def eigh(self) -> Eigh:
         """Eigenvalues and eigenvectors of Hermitian factors: ``K = V @ diag(values) @ V.mH``, as `fastkron_py.KroneckerProduct.eigh`.
@@ -174,9 +179,6 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
     Names, results and errors are those of `fastkron_py.KroneckerProduct.add_diagonal`'s operators, on blocks. Eigenvectors, which solves
     and determinants go by, are the first rank's.
 
-    Attributes:
-        convergence: how the last solve by conjugate gradients ended, those of backward passes included; None before.
-
     Example:
         >>> from fastkron_py.distributed import KroneckerProduct, ProcessGrid
         >>> with ProcessGrid() as grid:
@@ -188,7 +190,10 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         True
     """
 
-    convergence: Convergence | None = None
+    @property
+    def convergence(self) -> Convergence | None:
+        """How the last solve by conjugate gradients ended, those of backward passes included; None before."""
+        return self._local.convergence
 
     @property
     def _shift(self) -> Any:
@@ -196,12 +201,11 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         return self._local._diagonals[0] if self._local._diagonals else self._local._number
 
     def _named(self) -> list[tuple[str, Any]]:
-        return [*super()._named(), ("s", self._shift)]
+        number = self._local._number
+        return super()._named() + ([] if number is None else [("s", number)])
 
     def _system(self) -> tuple[Shifted, GridProductSystem]:
-        first = matrices(self.factors)[0]
-        s = torch.as_tensor(self._shift, dtype=first.dtype, device=first.device).reshape(1)
-        shifted = Shifted(list(self.factors), [s], EQUAL)
+        shifted = self._local._shifted()
         return shifted, GridProductSystem(len(shifted.parameters) - 1, self._grid, self._reduction, self.factors)
 
     def _values(self, shifted: Shifted, basis: Basis, share: Share) -> Tensor:
@@ -257,29 +261,27 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
             check_linalg_dtype(self.factors, "solve")
-            stop = stopping(tolerance, max_iterations, progress, self.dtype)
-            if not callable(preconditioner) and not isinstance(preconditioner, bool):
-                raise type_error("preconditioner", "True, False or a function", type_name(preconditioner))
+            how = self._local._iterations(tolerance, max_iterations, preconditioner, progress)
             if mask is not None:
                 _check_mask(mask, grid, self.shape[0])
                 check_hermitian(matrices(self.factors), "conjugate gradients")
         if mask is not None:
-            return as_operand(self._iterated(grid, block, mask, stop, preconditioner), b, b.shape)
+            return as_operand(self._iterated(grid, block, mask, how), b, b.shape)
         shifted, system = self._system()
-        basis = self._basis("solve", grid, block)
+        basis = self._basis("solve", block)
         share = GridShare(grid, of_rows=True)
         x = solve_by_basis(system, block, shifted.parameters, basis, self._values(shifted, basis, share), "s", share)
         return as_operand(x, b, b.shape)
 
-    def _iterated(self, grid: ProcessGrid, b: Tensor, mask: Tensor, stop: Stopping, preconditioner: Any) -> Tensor:
+    def _iterated(self, grid: ProcessGrid, b: Tensor, mask: Tensor, how: Iterations) -> Tensor:
         """By conjugate gradients."""
         shifted, system = self._system()
-        kind = "a function" if callable(preconditioner) else preconditioner
-        options = {"mask": True, "tolerance": stop.tolerance, "max_iterations": stop.max_iterations, "preconditioner": kind}
+        kind = how.preconditioner if how.function is None else "a function"
+        options = {"mask": True, "tolerance": how.stop.tolerance, "max_iterations": how.stop.max_iterations, "preconditioner": kind}
         inside = mask[:, None]
         function: Callable[[Tensor], Tensor] | None
-        if preconditioner is True:
-            basis = self._basis("solve", grid, b, **options)
+        if how.preconditioner is True:
+            basis = self._basis("solve", b, **options)
             values = self._values(shifted, basis, GridShare(grid, of_rows=True))
 
             def inverse(r: Tensor) -> Tensor:
@@ -289,9 +291,9 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             function = inverse
         else:
             agree(grid, self._compared("solve", b, **options))
-            function = _guarded(preconditioner, grid) if callable(preconditioner) else None
+            function = how.function and _guarded(how.function, grid)
         check_real(shifted.diagonals, "conjugate gradients")
-        iterative = IterativeSystem(system, stop, inside, function, self._note, GridInner(grid))
+        iterative = IterativeSystem(system, how.stop, inside, function, how.note, GridInner(grid))
         return linear_solve(iterative, torch.where(inside, b, 0), shifted.parameters, [])  # NaN may stand for what is missing
 
     def eigh(self) -> Eigh:
@@ -304,9 +306,6 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             (s,) = replicate([s], self._grid.group, self._grid.device, self._reduction)
         return Eigh(values + (s.real if isinstance(s, Tensor | complex) else s), vectors)
 
-    def _note(self, found: Convergence) -> None:
-        self.convergence = found
-
     def slogdet(self) -> SlogDet:
         """Sign (of complex factors: phase) of the determinant and log of its absolute value, from a part of the eigenvalues on each rank.
 
@@ -314,7 +313,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             TypeError: float16 or bfloat16 factors.
         """
         grid, (shifted, _) = self._grid, self._system()
-        basis = self._basis("slogdet", grid)
+        basis = self._basis("slogdet")
         share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):
             return SlogDet(*slogdet(shifted, basis, share))
