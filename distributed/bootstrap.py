@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import synchronize
 
-from fastkron_py.distributed.agreement import difference
-from fastkron_py.distributed.failures import pack_error, rank_text, stage
+from fastkron_py.distributed.agreement import difference, pack_error
+from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.grid import forget_groups
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fastkron_py.distributed.agreement import Control, agree, group_timeout, refuse, refused_by_all
-from fastkron_py.distributed.failures import rank_text, stage
+from fastkron_py.distributed.agreement import Control, agree, refuse, refused_by_all
+from fastkron_py.distributed.failures import group_timeout, rank_text, stage
 from fastkron_py.distributed.layout import chunk_offsets, widths
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 

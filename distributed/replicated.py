@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_map_only
 from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.grid import ProcessGrid
-from fastkron_py.distributed.watch import note
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -107,17 +106,15 @@ def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.Red
         CollectiveError: it failed; names the stage.
     """
     check_plain(name, [tensor])
-    with stage(name, group):
+    with stage(name, group, tensor.device):
         dist.all_reduce(tensor, op, group)
-    note(name, tensor.device)
 
 
 def broadcast(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Give every rank of a group the first one's tensor, in place. Errors as in `all_reduce`."""
     check_plain(name, [tensor])
-    with stage(name, group):
+    with stage(name, group, tensor.device):
         dist.broadcast(tensor, _ranks(group)[0], group)
-    note(name, tensor.device)
 
 
 def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Callable[[], T]) -> T:

@@ -16,14 +16,13 @@ from functools import cached_property, lru_cache, partial
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.failures import stage
+from fastkron_py.distributed.failures import note, stage
 from fastkron_py.distributed.layout import Offsets, chunk_offsets, even_offsets
 from fastkron_py.distributed.plan import DIRECT
 from fastkron_py.distributed.transport.copies import Copy
 from fastkron_py.distributed.transport.packed import Packed
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
 from fastkron_py.distributed.transport.transfer import RowGroup
-from fastkron_py.distributed.watch import note
 
 Multiply = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 """Multiplies blocks of columns of a rank's rows, and writes blocks of the product: each side one block, or one for each rank."""

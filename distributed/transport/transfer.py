@@ -20,7 +20,6 @@ from torch import Tensor
 from fastkron_py.distributed.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.layout import Exchange, Leg, Rectangle
 from fastkron_py.distributed.plan import Transport
-from fastkron_py.distributed.watch import note
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
 LAG: Final = 2
@@ -141,9 +140,8 @@ class Transfer:
 
     def wait(self, work: Any, arrived: Tensor) -> None:
         """Wait for the parts of a buffer: on CPUs the host, on GPUs the current stream."""
-        with self.stage(arrived):
+        with stage(self.stage_text(arrived), self.row_group.group, arrived.device):
             work.wait()
-        note(self.stage_text(arrived), arrived.device)
 
 
 def ready_now(t: Tensor) -> torch.cuda.Event | None:

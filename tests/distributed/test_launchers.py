@@ -20,8 +20,8 @@ from launchers import HERE, JOB, LAUNCHERS, clean_environment, mpiexec, start, s
 from rank_pool import RankPool
 
 from fastkron_py.distributed import init_process_group
+from fastkron_py.distributed.agreement import pack_error
 from fastkron_py.distributed.bootstrap import BACKEND, find_launch, first_host, judge
-from fastkron_py.distributed.failures import pack_error
 
 
 def reports(result: subprocess.CompletedProcess[str]) -> list[dict]:
