@@ -162,15 +162,14 @@ _thread: threading.Thread | None = None
 _end = threading.Event()
 
 
-def note(text: str, device: torch.device, event: Any = None) -> None:
+def note(text: str, device: torch.device, event: torch.cuda.Event | None = None) -> None:
     """A GPU waits for an exchange: its current stream, or the work before an event. Remember it until it is done."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        _remember(text, torch.cuda.current_stream(device).record_event() if event is None else event, device)
+
+
+def _remember(text: str, event: Any, device: torch.device) -> None:
     global _thread
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return
-    if event is None and device.type == "cuda":
-        event = torch.cuda.current_stream(device).record_event()
-    if event is None:
-        return
     unfinished()  # forgets finished ones
     _under_way.append(Waiting(text, event, time.monotonic()))
     if _thread is None:

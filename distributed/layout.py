@@ -14,12 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 Offsets = tuple[int, ...]
-
-# Whole rows of the matrix [Q, S] are one rectangle a pair, parts of rows up to three: worth this much imbalance.
-WHOLE_ROWS_IMBALANCE: Final = 1.05
 
 
 def chunk_offsets(size: int, parts: int) -> Offsets:
@@ -48,16 +45,9 @@ def align_to(offsets: Offsets, unit: int) -> Offsets:
     return tuple((o + unit // 2) // unit * unit for o in offsets)
 
 
-def stage_offsets(rows: int, columns: int, unit: int, parts: int) -> Offsets:
-    """A distribution of a row-major matrix [rows, columns] for a stage with slices of width unit, which divides columns.
-
-    By whole rows where that is balanced well enough, else by slices.
-    """
-    slices = rows * columns // unit
-    most_rows, most_slices = -(-rows // parts) * columns, -(-slices // parts) * unit
-    if most_rows <= WHOLE_ROWS_IMBALANCE * most_slices:
-        return tuple(columns * o for o in even_offsets(rows, parts))
-    return tuple(unit * o for o in even_offsets(slices, parts))
+def slice_offsets(size: int, unit: int, parts: int) -> Offsets:
+    """A distribution of columns by slices of this width, of which all ranks have as many but for one."""
+    return tuple(unit * o for o in even_offsets(size // unit, parts))
 
 
 class Rectangle(NamedTuple):
@@ -146,11 +136,6 @@ class Exchange:
         return even and self.rows % self.ranks == 0 and self.target == tuple(block * i for i in range(self.ranks + 1))
 
     @cached_property
-    def straight(self) -> bool:
-        """Whether a rank's message lies in its block in the order in which it is sent: whole rows, one after the other."""
-        return not self.transposed and aligned(self.target, self.columns)
-
-    @cached_property
     def idle(self) -> bool:
         """Whether nothing has to move: every rank keeps all that it has."""
         return all(self.size(r, r) == self.source_size(r) for r in range(self.ranks))
@@ -181,6 +166,11 @@ class Leg(NamedTuple):
     rows: int
     back: bool = False
 
+    @property
+    def is_straight(self) -> bool:
+        """Whether the parts of a block lie at its source in the order in which they are sent: whole rows, one after the other."""
+        return self.rows == 1 and not self.exchange.transposed and aligned(self.exchange.target, self.exchange.columns)
+
     def held(self, rank: int) -> int:
         """Elements that a rank has before."""
         return self.rows * (self.exchange.target_size(rank) if self.back else self.exchange.source_size(rank))
@@ -188,6 +178,10 @@ class Leg(NamedTuple):
     def gets(self, rank: int) -> int:
         """Elements that a rank has afterwards."""
         return self.rows * (self.exchange.source_size(rank) if self.back else self.exchange.target_size(rank))
+
+    def sizes(self, rank: int, outgoing: bool) -> list[int]:
+        """Elements that a rank sends each rank, or gets from each."""
+        return [self.rows * size for size in self.exchange.sizes(rank, outgoing != self.back)]
 
     def size(self, sender: int, receiver: int) -> int:
         """Elements from a sender to a receiver."""
@@ -292,7 +286,7 @@ def way(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int, i
         source = tuple(o // p for o in offsets)
         if i + 1 < len(bounds):
             following = math.prod(ps[bounds[i + 1][0] : bounds[i + 1][1]])
-            target = stage_offsets(q, slices, following, parts)
+            target = slice_offsets(q * slices, following, parts)
         else:
             target = chunk_offsets(q * slices, parts)
         exchange = Exchange(q, slices, source, target) if parts > 1 else None

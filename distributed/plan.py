@@ -23,6 +23,8 @@ from fastkron_py.runtime.checks import DTYPES, check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 BY_ROWS: Final[Literal["rows"]] = "rows"
+TO_ROWS: Final = "columns to rows"
+TO_COLUMNS: Final = "rows to columns"
 MOST_CHUNKS: Final = 8
 CHUNK_BYTES: Final = 64 << 20
 """A rank sends about as much in the exchange of a chunk, or more, unasked; with gradients twice as much. H200s send it in 0.2 ms; a
@@ -178,14 +180,18 @@ TRANSPORTS: Final[dict[str, Transport]] = {}
 
 
 class Step(NamedTuple):
-    """An exchange with the multiply before it.
+    """A multiply on every rank, an exchange, or both.
 
     Attributes:
+        name: in a printed plan and in errors.
         factors: first factor and one past the last, which are multiplied; None where blocks are only exchanged.
-        leg: the exchange that follows, of all rows of a row group; None without.
+        width: columns of a slice before the multiply.
+        leg: the exchange that follows; None without.
     """
 
+    name: str
     factors: tuple[int, int] | None
+    width: int
     leg: Leg | None
 
     @property
@@ -269,19 +275,25 @@ class Plan:
 
     def _legs(self, rows: int) -> list[Leg]:
         """Every exchange of some rows, in order."""
-        if not self.by_rows:
-            return [Leg(e, rows) for e in self.way.exchanges]
-        there, back = by_rows(rows, *self.problem.columns, self.parts)
-        return [Leg(there, 1), Leg(back, 1, back=True)]
+        return [step.leg for step in self.steps_of(rows) if step.leg is not None]
 
     @property
     def steps(self) -> list[Step]:
         """An exchange to whole slices or to rows where one is needed, then the stages; of the row group that has most rows."""
-        legs = iter(self._legs(self.rows(0)))
+        return self.steps_of(self.rows(0))
+
+    def steps_of(self, rows: int) -> list[Step]:
+        """The same of some rows."""
         if self.by_rows:
-            return [Step(None, next(legs)), Step((0, len(self.problem.ps)), next(legs))]
-        found = [] if self.way.first is None else [Step(None, next(legs))]
-        return found + [Step((s.start, s.stop), None if s.exchange is None else next(legs)) for s in self.way.stages]
+            there, back = by_rows(rows, *self.problem.columns, self.parts)
+            count, inner = len(self.problem.ps), self.problem.columns[0]
+            return [Step(TO_ROWS, None, inner, Leg(there, 1)), Step(TO_COLUMNS, (0, count), inner, Leg(back, 1, back=True))]
+        first, stages = self.way
+        found = [] if first is None else [Step("blocks to whole slices", None, 1, Leg(first, rows))]
+        for i, s in enumerate(stages, 1):
+            leg = None if s.exchange is None else Leg(s.exchange, rows)
+            found.append(Step(f"stage {i} of {len(stages)}", (s.start, s.stop), s.p, leg))
+        return found
 
     def place(self, rank: int) -> tuple[int, int]:
         """A rank's (row group, position in it): the ranks of a row group exchange with each other."""
@@ -471,7 +483,7 @@ def _stages(problem: Problem, grid: tuple[int, int]) -> list[tuple[int, ...]]:
         return [(count,)]
     if count == 1:
         return [()]
-    return [(), _two_stages(problem, parts)] if rows >= parts else [_two_stages(problem, parts)]
+    return [*[()] * (rows >= parts), _two_stages(problem, parts)]
 
 
 def _two_stages(problem: Problem, parts: int) -> tuple[int, int]:
@@ -528,11 +540,7 @@ def factors_text(problem: Problem, start: int = 0, stop: int | None = None) -> s
 def _table(plan: Plan) -> str:
     """The plan in lines: the problem, one row for each step, totals."""
     p = plan.problem
-    rows = [("step", "factors", "sent per rank", "messages")]
-    stage = 0
-    for step in plan.steps:
-        stage += step.factors is not None
-        rows.append(_row(plan, step, stage))
+    rows = [("step", "factors", "sent per rank", "messages"), *[_row(plan, step) for step in plan.steps]]
     sizes = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     form = "K @ x, M" if p.left else "x @ K, M"
     chunks = f"{plan.chunks} chunks of rows" if plan.chunks > 1 else "one chunk of rows"
@@ -547,11 +555,10 @@ def _table(plan: Plan) -> str:
     )
 
 
-def _row(plan: Plan, step: Step, stage: int) -> tuple[str, str, str, str]:
-    name = ("product" if plan.by_rows else f"stage {stage}") if step.factors else ("to rows" if plan.by_rows else "align")
+def _row(plan: Plan, step: Step) -> tuple[str, str, str, str]:
     factors = factors_text(plan.problem, *step.factors) if step.factors else "-"
     if step.leg is None:
-        return name, factors, "-", "-"
+        return step.name, factors, "-", "-"
     rank = step.busiest
     times = f" x {plan.chunks}" if plan.chunks > 1 else ""
-    return name, factors, amount(step.leg.sent(rank) * plan.problem.dtype.itemsize, "B"), f"{step.leg.messages(rank)}{times}"
+    return step.name, factors, amount(step.leg.sent(rank) * plan.problem.dtype.itemsize, "B"), f"{step.leg.messages(rank)}{times}"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastkron_py.distributed.failures import note, stage
 from fastkron_py.distributed.layout import Offsets, chunk_offsets, even_offsets
-from fastkron_py.distributed.plan import DIRECT
+from fastkron_py.distributed.plan import DIRECT, TO_COLUMNS, TO_ROWS
 from fastkron_py.distributed.transport.copies import Copy
 from fastkron_py.distributed.transport.packed import Packed
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
@@ -123,7 +123,7 @@ class Chunk:
         def push(peer: int, stream: torch.cuda.Stream) -> None:
             _columns(there, peer, me, x.dtype, False).run(self._slot(self._operand, there, peer), flat, stream)
 
-        self._text = self._stage("columns to rows", x)
+        self._text = self._stage(TO_ROWS, x)
         self._arrived = self._exchange(self._operand, there, x, push, self._text, False, ready)
 
     def multiply(self, multiply: Multiply, out: Tensor | None) -> None:
@@ -157,7 +157,7 @@ class Chunk:
         def pull(peer: int, stream: torch.cuda.Stream) -> None:
             _columns(back, peer, me, out.dtype, True).run(flat, self._slot(self._product, back, peer), stream)
 
-        text = self._stage("rows to columns", out)
+        text = self._stage(TO_COLUMNS, out)
         self._done = self._exchange(self._product, back, out, pull, text, True, None)
         note(text, out.device, self._done)
         self._slots.release(self._product, self._done)

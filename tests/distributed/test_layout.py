@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from fastkron_py import reference
 from fastkron_py.distributed.layout import (
     Exchange,
+    Leg,
     Way,
     align_to,
     aligned,
@@ -21,7 +22,7 @@ from fastkron_py.distributed.layout import (
     chunk_offsets,
     chunk_rows,
     even_offsets,
-    stage_offsets,
+    slice_offsets,
     way,
     widths,
 )
@@ -51,12 +52,12 @@ def pretend(exchange: Exchange, blocks: list[Tensor], back: bool = False) -> lis
     """Carry an exchange out between blocks ``[rows, elements]``: all that an all-to-all does is to hand parts on."""
     rows = blocks[0].shape[0]
     groups = [RowGroup(None, exchange.ranks, r, PACKED) for r in range(exchange.ranks)]  # type: ignore[arg-type]
-    transfers = [Transfer(exchange, group, rows, "", back) for group in groups]
-    parts = [pack(t, b.reshape(-1)).split([rows * s for s in t.sizes(outgoing=True)]) for t, b in zip(transfers, blocks, strict=True)]
+    transfers = [Transfer(Leg(exchange, rows, back), group, "") for group in groups]
+    parts = [pack(t, b.reshape(-1)).split(t.sizes(outgoing=True)) for t, b in zip(transfers, blocks, strict=True)]
     results = []
     for t in transfers:
         arrived = torch.cat([p[t.row_group.position] for p in parts])
-        assert [p[t.row_group.position].numel() for p in parts] == [rows * s for s in t.sizes(outgoing=False)]
+        assert [p[t.row_group.position].numel() for p in parts] == t.sizes(outgoing=False)
         out = torch.full((t.size,), math.nan, dtype=arrived.dtype)
         unpack(t, arrived, out)
         assert not _lands_in_place(t) or torch.equal(out, arrived)
@@ -148,6 +149,6 @@ def test_slices_are_shared_out_evenly(slices: int, parts: int, unit: int) -> Non
     assert near[-1] == slices * unit
     assert max(widths(near)) <= (most + 1) * unit
     for rows in (1, 2, 7):
-        offsets = stage_offsets(rows, slices * unit, unit, parts)
+        offsets = slice_offsets(rows * slices * unit, unit, parts)
         assert aligned(offsets, unit)
-        assert max(widths(offsets)) <= 1.05 * -(-rows * slices // parts) * unit
+        assert max(widths(offsets)) == -(-rows * slices // parts) * unit

@@ -197,7 +197,7 @@ def test_the_table() -> None:
     direct = str(plan(SIXTY_FOURS, (2, 2), chunks=1, transport="peer memory")).splitlines()[0]
     assert direct.endswith("2 x 2 grid, one chunk of rows, through peer memory")
     assert str(plan(SIXTY_FOURS, (4, 1))).splitlines()[0].endswith("one chunk of rows")
-    assert [line.split()[0] for line in lines[2:5]] == ["align", "stage", "stage"]
+    assert [line.split("  ")[1] for line in lines[2:5]] == ["blocks to whole slices", "stage 1 of 2", "stage 2 of 2"]
     assert "31^2" in lines[3]
     assert "sent by all ranks" in lines[5]
     assert len(lines) == 6

@@ -97,7 +97,7 @@ def lose_a_rank():
     multiply(grid)
     if dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    failures.note(STAGE, HOST, Event())
+    failures._remember(STAGE, Event(), HOST)
     with pytest.raises(CollectiveError) as caught:
         multiply(grid)
     # Though the pair's own control has not failed.
@@ -117,9 +117,9 @@ def test_errors_name_what_a_gpu_waits_for(own_ranks: RankPool) -> None:
 def test_what_is_finished_is_forgotten() -> None:
     done = mock.Mock(query=lambda: True)
     with mock.patch.object(failures, "_thread", mock.Mock()):
-        failures.note("first", HOST, done)
-        failures.note("second", HOST, Event())
-        failures.note("third", HOST, done)
+        failures._remember("first", done, HOST)
+        failures._remember("second", Event(), HOST)
+        failures._remember("third", done, HOST)
     assert [w.text for w in failures._under_way] == ["second", "third"]
     assert failures.unfinished() == "second"
     failures._under_way.clear()
