@@ -75,7 +75,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
     @property
     def masses(self) -> tuple[Tensor | int, ...] | None:
         """The mass matrices as they were given, or None."""
-        return self._local.masses
+        return self.local.masses
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Factors and masses, identities among them as matrices."""
@@ -87,8 +87,8 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
     def _multiply(self, x: Any, left: bool) -> Any:
         if isinstance(x, GridOperator):
             expected = "a block or a DTensor: a Kronecker sum times an operator is neither a sum nor a product"
-            refuse(self._grid, type_error("x", expected, type_name(x)))
-        return _sum_matmul(self.factors, self.masses or (), x, left, self._grid, self._reduction)
+            refuse(self.grid, type_error("x", expected, type_name(x)))
+        return _sum_matmul(self.factors, self.masses or (), x, left, self.grid, self.reduction)
 
     def add_diagonal(self, s: Any) -> KroneckerSum:
         """``S + s * I``, or with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as `fastkron_py.KroneckerSum.add_diagonal`.
@@ -96,7 +96,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         Args:
             s: number or 0-dimensional tensor, the same on every rank.
         """
-        return self._like(self._local.add_diagonal(s))
+        return self._like(self.local.add_diagonal(s))
 
     # ---- exponentials ---------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             ValueError: t is not finite, or the sum has mass matrices.
         """
         made = LocalKroneckerProduct(self._of_first("expm", lambda s, t: s.expm(t).factors, t))
-        return KroneckerProduct._of(made, self._grid, self._reduction)
+        return KroneckerProduct._of(made, self.grid, self.reduction)
 
     def expm_multiply(self, x: Any, t: Any = 1.0) -> Any:
         """``exp(t * S) @ x``, as `expm` and a product.
@@ -147,7 +147,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             return s._eigenpairs(arrays[: len(s.factors)], arrays[len(s.factors) :])
 
         rows, vectors = self._rows_and_vectors(pairs, torch.add)
-        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), self._grid, self._reduction))
+        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), self.grid, self.reduction))
 
     # ---- solves and determinants ------------------------------------------------------------------
 
@@ -169,13 +169,13 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             ValueError: b does not fit, or a symmetric mass is not positive definite.
             torch.linalg.LinAlgError: S is singular but for rounding. Every rank raises each of these.
         """
-        grid = grid_of_call(b, self._grid)
+        grid = grid_of_call(b, self.grid)
         with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
         factors, masses = self._pairs()
         basis = self._basis("solve", block)
         share = GridShare(grid, of_rows=True)
-        system = _System(len(factors), grid, self._reduction)
+        system = _System(len(factors), grid, self.reduction)
         diagonal = combined(basis.values, True, None, share)
         x = solve_by_basis(system, block, [*factors, *masses], basis, diagonal, "factors", share)
         return as_operand(x, b, b.shape)
@@ -188,7 +188,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             ValueError: a symmetric mass is not positive definite.
             torch.linalg.LinAlgError: a mass is singular. Every rank raises each of these.
         """
-        grid = self._grid
+        grid = self.grid
         factors, masses = self._pairs()
         basis = self._basis("slogdet")
         share = GridShare(grid, of_rows=False)

@@ -52,11 +52,16 @@ class GridOperator(LazyOperator, Generic[Local]):
     """A matrix that is given by small tensors, equal on every rank, and multiplies matrices that are spread over a grid of ranks.
 
     A subclass makes the operator of one rank (`_agree`), and multiplies. Conversions are those of that operator, array by array.
+
+    Attributes:
+        local: the same operator on whole matrices of this rank alone, with the same factors.
+        grid: the ranks.
+        reduction: of gradients from blocks over the grid's ranks: "sum" or "mean".
     """
 
-    _local: Local
-    _grid: ProcessGrid
-    _reduction: Reduction
+    local: Local
+    grid: ProcessGrid
+    reduction: Reduction
 
     # Elements, sums with other operators and SciPy's operators are of whole matrices, as `local`'s.
     __getitem__ = __add__ = __radd__ = __sub__ = aslinearoperator = None  # type: ignore[assignment]
@@ -80,7 +85,7 @@ class GridOperator(LazyOperator, Generic[Local]):
         agree(grid, {"call": type(self).__name__, **shapes, **kinds, **checksums(grid, named)})
 
     def _set(self, local: Local, grid: ProcessGrid, reduction: Reduction) -> None:
-        self._local, self._grid, self._reduction = local, grid, reduction
+        self.local, self.grid, self.reduction = local, grid, reduction
         self._factors, self._shape = local.factors, local.shape
 
     @classmethod
@@ -91,7 +96,7 @@ class GridOperator(LazyOperator, Generic[Local]):
         return made
 
     def _like(self, local: Local) -> Self:
-        return self._of(local, self._grid, self._reduction)
+        return self._of(local, self.grid, self.reduction)
 
     # ---- what ranks compare, and have of the first one ------------------------------------------
 
@@ -104,7 +109,7 @@ class GridOperator(LazyOperator, Generic[Local]):
         named: list[tuple[str, Any]] = self._named()
         described = {"call": f"{type(self).__name__}.{call}", "arguments that need gradients": in_need([("b", b), *named])}
         numbers = {name: str(value) for name, value in named if not isinstance(value, Tensor)}
-        return described | numbers | options | checksums(self._grid, named)
+        return described | numbers | options | checksums(self.grid, named)
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """The matrices whose eigenvectors solves go by, and their masses, if any."""
@@ -112,7 +117,7 @@ class GridOperator(LazyOperator, Generic[Local]):
 
     def _basis(self, call: str, b: Tensor | None = None, **options: Any) -> Basis:
         """Eigenvectors, of the first rank. Collective, and an agreement on the call."""
-        return Basis(*from_first(self._grid, self._compared(call, b, **options), lambda: tuple(eigenbasis(*self._pairs()))))
+        return Basis(*from_first(self.grid, self._compared(call, b, **options), lambda: tuple(eigenbasis(*self._pairs()))))
 
     def _of_first(self, call: str, compute: Callable[..., Sequence[Any]], *options: Any) -> list[Any]:
         """The tensors, and identities' integers, that a function makes of the operator of one rank and of options: the first rank's."""
@@ -122,68 +127,53 @@ class GridOperator(LazyOperator, Generic[Local]):
         def of(tensors: list[Tensor]) -> Sequence[Any]:
             left = iter(tensors[count:])
             given = [next(left) if isinstance(o, Tensor) else o for o in options]
-            return compute(self._local._with(filled(self._arrays, tensors[:count])), *given)
+            return compute(self.local._with(filled(self._arrays, tensors[:count])), *given)
 
         compared = self._compared(call, arguments=["a tensor" if isinstance(o, Tensor) else repr(o) for o in options])
-        return as_first(self._grid, compared, [*matrices(self._arrays), *scalars], of)
+        return as_first(self.grid, compared, [*matrices(self._arrays), *scalars], of)
 
     # ---- properties --------------------------------------------------------------------------
 
     @property
-    def local(self) -> Local:
-        """The same operator on whole matrices of this rank alone, with the same factors."""
-        return self._local
-
-    @property
-    def grid(self) -> ProcessGrid:
-        """The ranks."""
-        return self._grid
-
-    @property
-    def reduction(self) -> Reduction:
-        """The reduction of gradients from blocks over the grid's ranks: "sum" or "mean"."""
-        return self._reduction
-
-    @property
     def _arrays(self) -> Sequence[Any]:
-        return self._local._arrays
+        return self.local._arrays
 
     @property
     def _names(self) -> list[str]:
-        return self._local._names
+        return self.local._names
 
     def __repr__(self) -> str:
-        return f"{self._local!r} over {self._grid!r}"
+        return f"{self.local!r} over {self.grid!r}"
 
     # ---- the same operator in another form ----------------------------------------------------
 
     def _with(self, arrays: Sequence[Any]) -> Self:
-        return self._like(self._local._with(arrays))
+        return self._like(self.local._with(arrays))
 
     def _scaled(self, function: Callable[[Any], Any]) -> Self:
-        return self._like(self._local._scaled(function))
+        return self._like(self.local._scaled(function))
 
     @property
     def mT(self) -> Self:  # noqa: N802
         """The transpose; a view."""
-        return self._like(self._local.mT)
+        return self._like(self.local.mT)
 
     def conj(self) -> Self:
         """The complex conjugate; of real factors a view."""
-        return self._like(self._local.conj())
+        return self._like(self.local.conj())
 
     def to(self, dtype: torch.dtype) -> Self:
         """With factors of another dtype; ranks keep their devices."""
         if not isinstance(dtype, torch.dtype):
             raise type_error("dtype", "a torch dtype", type_name(dtype))
-        return self._like(self._local.to(dtype))
+        return self._like(self.local.to(dtype))
 
     def _array(self, x: Any) -> Any:
         """The operand of a product, which `_multiply` checks on all ranks."""
         return x
 
     def _dense(self) -> Any:
-        return self._local._dense()
+        return self.local._dense()
 
     # ---- numbers, the same on every rank -------------------------------------------------------
 
@@ -200,11 +190,11 @@ class GridOperator(LazyOperator, Generic[Local]):
             pairs: eigenvalues and eigenvectors of each factor of the operator of one rank, integers for identities'.
             combine: how the factors' eigenvalues make the operator's.
         """
-        grid = self._grid
+        grid = self.grid
         found = self._of_first("eigh", lambda local: [t for part in pairs(local) for t in part])
         values, vectors = found[: len(found) // 2], found[len(found) // 2 :]
         if torch.is_grad_enabled() and any([v.requires_grad for v in matrices(values)]):
-            values = filled(values, replicate(matrices(values), grid.group, grid.device, self._reduction))
+            values = filled(values, replicate(matrices(values), grid.group, grid.device, self.reduction))
         return kron_range(values, *GridShare(grid, of_rows=True).bounds(self.shape[0]), combine), vectors
 
     def eigvalsh(self) -> Tensor:
@@ -226,9 +216,9 @@ class GridOperator(LazyOperator, Generic[Local]):
 
     def trace(self) -> Any:
         """The sum of the diagonal."""
-        return self._local.trace()
+        return self.local.trace()
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and hasattr(type(self._local), name):
+        if not name.startswith("_") and hasattr(type(self.local), name):
             raise AttributeError(f"a {type(self).__name__} over a grid has no {name} ({on_one_rank(name)})")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -85,15 +85,15 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         """``self (x) other``: an operator of both's factors, on this one's grid and with its reduction."""
         if not isinstance(other, KroneckerProduct):
             raise type_error("other", "a distributed KroneckerProduct", type_name(other))
-        return self._like(self._local.kron(other._local))
+        return self._like(self.local.kron(other.local))
 
     # ---- products -----------------------------------------------------------------------------
 
     def _multiply(self, x: Any, left: bool) -> Any:
         if isinstance(x, KroneckerProduct):
-            return self._like(self._local @ x._local if left else x._local @ self._local)
-        call = Call(x, self.factors, reduction=self._reduction, left=left)
-        return multiply(call, self._grid)
+            return self._like(self.local @ x.local if left else x.local @ self.local)
+        call = Call(x, self.factors, reduction=self.reduction, left=left)
+        return multiply(call, self.grid)
 
     # ---- numbers, the same on every rank --------------------------------------------------------
 
@@ -146,12 +146,12 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             >>> rows, columns = grid.block((64, 4))
             >>> x = A.solve(torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device))
         """
-        with refused_by_all(self._grid):
+        with refused_by_all(self.grid):
             if (isinstance(s, Sequence) and not isinstance(s, str)) or getattr(s, "ndim", 0) != 0:
                 given = type_name(s) if isinstance(s, Sequence) else f"shape {tuple(s.shape)}"
                 raise value_error("s", f"one number over a grid ({on_one_rank('add_diagonal')})", given)
-            made = self._local.add_diagonal(s)
-        return KroneckerPlusDiagonal._of(made, self._grid, self._reduction)
+            made = self.local.add_diagonal(s)
+        return KroneckerPlusDiagonal._of(made, self.grid, self.reduction)
 
     # ---- solving --------------------------------------------------------------------------------
 
@@ -193,20 +193,20 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
     @property
     def convergence(self) -> Convergence | None:
         """How the last solve by conjugate gradients ended, those of backward passes included; None before."""
-        return self._local.convergence
+        return self.local.convergence
 
     @property
     def _shift(self) -> Any:
         """s, a number or a 0-dimensional tensor."""
-        return self._local._diagonals[0] if self._local._diagonals else self._local._number
+        return self.local._diagonals[0] if self.local._diagonals else self.local._number
 
     def _named(self) -> list[tuple[str, Any]]:
-        number = self._local._number
+        number = self.local._number
         return super()._named() + ([] if number is None else [("s", number)])
 
     def _system(self) -> tuple[Shifted, GridProductSystem]:
-        shifted = self._local._shifted()
-        return shifted, GridProductSystem(len(shifted.parameters) - 1, self._grid, self._reduction, self.factors)
+        shifted = self.local._shifted()
+        return shifted, GridProductSystem(len(shifted.parameters) - 1, self.grid, self.reduction, self.factors)
 
     def _values(self, shifted: Shifted, basis: Basis, share: Share) -> Tensor:
         """A rank's share of the eigenvalues."""
@@ -215,8 +215,8 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         return combined(values, False, shifted.shift.detach(), share)
 
     def _multiply(self, x: Any, left: bool) -> Any:
-        call = Call(x, self.factors, beta=self._shift, z=x, reduction=self._reduction, left=left)
-        return multiply(call, self._grid)
+        call = Call(x, self.factors, beta=self._shift, z=x, reduction=self.reduction, left=left)
+        return multiply(call, self.grid)
 
     def solve(
         self,
@@ -257,11 +257,11 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         Warns:
             RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual.
         """
-        grid = grid_of_call(b, self._grid)
+        grid = grid_of_call(b, self.grid)
         with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
             check_linalg_dtype(self.factors, "solve")
-            how = self._local._iterations(tolerance, max_iterations, preconditioner, progress)
+            how = self.local._iterations(tolerance, max_iterations, preconditioner, progress)
             if mask is not None:
                 _check_mask(mask, grid, self.shape[0])
                 check_hermitian(matrices(self.factors), "conjugate gradients")
@@ -298,12 +298,12 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
 
     def eigh(self) -> Eigh:
         """Eigenvalues of this rank's rows, and eigenvectors, of Hermitian factors and a real s, as those of `KroneckerProduct.eigh`."""
-        product = KroneckerProduct._of(LocalKroneckerProduct(self.factors), self._grid, self._reduction)
+        product = KroneckerProduct._of(LocalKroneckerProduct(self.factors), self.grid, self.reduction)
         values, vectors = product.eigh()
         s = self._shift
         check_real([torch.as_tensor(s)], "eigh")
         if isinstance(s, Tensor) and torch.is_grad_enabled() and s.requires_grad:
-            (s,) = replicate([s], self._grid.group, self._grid.device, self._reduction)
+            (s,) = replicate([s], self.grid.group, self.grid.device, self.reduction)
         return Eigh(values + (s.real if isinstance(s, Tensor | complex) else s), vectors)
 
     def slogdet(self) -> SlogDet:
@@ -312,7 +312,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         Raises:
             TypeError: float16 or bfloat16 factors.
         """
-        grid, (shifted, _) = self._grid, self._system()
+        grid, (shifted, _) = self.grid, self._system()
         basis = self._basis("slogdet")
         share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):

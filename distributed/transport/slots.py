@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.agreement import agree
-from fastkron_py.distributed.grid import ProcessGrid, when_closing
+from fastkron_py.distributed.grid import ProcessGrid, kept, when_closing
 from fastkron_py.distributed.transport.flags import Flags
 
 T = TypeVar("T")
@@ -158,8 +158,6 @@ class Slots:
         self._taken[slot] = False
 
 
-_made: dict[tuple[str, torch.device], Slots | None] = {}
-_made_in: Any = None
 _in_graphs: list[Slots] = []
 """Slots whose addresses are in a graph: they stay, for it may be replayed."""
 
@@ -230,8 +228,4 @@ when_closing(release_peer_memory)
 
 def _known() -> dict[tuple[str, torch.device], Slots | None]:
     """Slots of this process group, by group and device."""
-    global _made_in
-    if _made_in is not dist.group.WORLD:
-        _made.clear()
-        _made_in = dist.group.WORLD
-    return _made
+    return kept("slots", dict)  # type: ignore[no-any-return]
