@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call, own_block
-from fastkron_py.distributed.layout import chunk_offsets, way, widths
+from fastkron_py.distributed.layout import by_stages, chunk_offsets, widths
 from fastkron_py.distributed.pipeline import Pipeline, fitting, free_memory
 from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
 from fastkron_py.distributed.plan import plan as make_plan
@@ -185,11 +185,11 @@ def _own_factors(call: Call, factors: list[Any]) -> list[Any] | None:
     if not is_identity(factors[0]) or not (call.plan is None or call.plan.is_local):
         return None
     problem = call.problem(0)
-    details = way(problem.inner, problem.outer, (len(factors),), call.parts, True)
-    if details.exchanges:
+    steps = by_stages(problem.inner, problem.outer, (len(factors),), call.parts, True)
+    if any(step.leg is not None for step in steps):
         return None
-    stage = details.stages[0]
-    return [widths(stage.offsets)[call.grid.row if call.left else call.grid.col] // stage.p, *factors[1:]]
+    place = call.grid.row if call.left else call.grid.col
+    return [widths(steps[0].offsets)[place] // steps[0].p, *factors[1:]]
 
 
 def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> Tensor:

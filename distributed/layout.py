@@ -14,9 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 Offsets = tuple[int, ...]
+
+TO_ROWS: Final = "columns to rows"
+TO_COLUMNS: Final = "rows to columns"
+TO_SLICES: Final = "blocks to whole slices"
 
 
 def chunk_offsets(size: int, parts: int) -> Offsets:
@@ -196,26 +200,6 @@ class Leg(NamedTuple):
         return sum(peer != rank and self.size(rank, peer) > 0 for peer in range(self.exchange.ranks))
 
 
-@lru_cache(maxsize=1024)
-def by_rows(m: int, inner: int, outer: int, parts: int) -> tuple[Exchange, Exchange]:
-    """The other way to multiply m rows that ranks hold in columns: give each rank some whole rows, and take the results back.
-
-    Args:
-        m: rows, of all ranks together.
-        inner: columns of x.
-        outer: columns of the result.
-        parts: how many ranks.
-
-    Returns:
-        The exchange to whole rows, and the one that, carried out from its target to its source, brings the result to columns.
-    """
-    rows = even_offsets(m, parts)
-    return (
-        Exchange(m, inner, chunk_offsets(inner, parts), tuple(inner * r for r in rows), transposed=False),
-        Exchange(m, outer, chunk_offsets(outer, parts), tuple(outer * r for r in rows), transposed=False),
-    )
-
-
 def chunk_rows(m: int, chunks: int, unit: int) -> list[int]:
     """Cut rows into about this number of chunks, each but the last a multiple of unit, and none empty but where there are no rows.
 
@@ -231,33 +215,62 @@ def chunk_rows(m: int, chunks: int, unit: int) -> list[int]:
     return widths(tuple(min(m, unit * o) for o in offsets))
 
 
-class Stage(NamedTuple):
-    """Factors start to stop, multiplied on every rank by itself; the last stage of a product has the first factors."""
+class Step(NamedTuple):
+    """A multiply on every rank, an exchange, or both.
 
+    Attributes:
+        name: in printed plans and in errors.
+        start: first factor that is multiplied.
+        stop: one past the last; start where blocks are only exchanged.
+        p: columns of a slice before the multiply.
+        q: and after it.
+        offsets: in columns of the operand.
+        leg: the exchange that follows; None where one rank holds whole rows, or whole slices beside an identity.
+    """
+
+    name: str
     start: int
     stop: int
-    p: int  # width of a slice before
-    q: int  # and after
-    slices: int  # of all ranks together
-    offsets: Offsets  # in columns of the operand
-    exchange: Exchange | None  # that follows; None where one rank holds whole rows, or whole slices beside an identity
-
-
-class Way(NamedTuple):
-    """The schedule of one row of x: an exchange to whole slices where needed, then the stages."""
-
-    first: Exchange | None
-    stages: tuple[Stage, ...]
+    p: int
+    q: int
+    offsets: Offsets
+    leg: Leg | None
 
     @property
-    def exchanges(self) -> list[Exchange]:
-        """All exchanges in order."""
-        return ([] if self.first is None else [self.first]) + [s.exchange for s in self.stages if s.exchange is not None]
+    def multiplies(self) -> bool:
+        """Whether there are factors to multiply by."""
+        return self.start < self.stop
+
+    @property
+    def busiest(self) -> int:
+        """The position in a row group of the rank that sends most."""
+        return 0 if self.leg is None else max(range(self.leg.exchange.ranks), key=self.leg.sent)
 
 
 @lru_cache(maxsize=1024)
-def way(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int, identity_first: bool = False) -> Way:
-    """Lay out the stages of a product whose columns are spread over ranks.
+def by_rows(m: int, inner: int, outer: int, parts: int, factors: int) -> list[Step]:
+    """The steps of m rows that ranks hold in columns: each rank is given some whole rows, multiplies them, and the results go back.
+
+    Args:
+        m: rows, of all ranks together.
+        inner: columns of x.
+        outer: columns of the result.
+        parts: how many ranks.
+        factors: their number.
+    """
+    rows, given = even_offsets(m, parts), chunk_offsets(inner, parts)
+    there = Exchange(m, inner, given, tuple(inner * r for r in rows), transposed=False)
+    back = Exchange(m, outer, chunk_offsets(outer, parts), tuple(outer * r for r in rows), transposed=False)
+    whole = (0,) * parts + (inner,)
+    return [
+        Step(TO_ROWS, 0, 0, 1, 1, given, Leg(there, 1)),
+        Step(TO_COLUMNS, 0, factors, inner, outer, whole, Leg(back, 1, back=True)),
+    ]
+
+
+@lru_cache(maxsize=1024)
+def by_stages(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int, identity_first: bool = False) -> list[Step]:
+    """The steps of one row of x whose columns are spread over ranks: an exchange to whole slices where needed, then the stages.
 
     Args:
         ps: rows of the factors, all positive; a tuple.
@@ -271,31 +284,27 @@ def way(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int, i
     cuts = (len(ps),) if parts == 1 else cuts
     done, left = 1, math.prod(ps)
     offsets = chunk_offsets(left, parts)
-    stop, first, stages = len(ps), None, []
-    bounds = []
-    for count in cuts:
-        bounds.append((stop - count, stop))
-        stop -= count
-    for i, (start, stop) in enumerate(bounds):
+    stop, found = len(ps), []
+    for i, count in enumerate(cuts):
+        start = stop - count
         p, q = math.prod(ps[start:stop]), math.prod(qs[start:stop])
         if i == 0 and not aligned(offsets, p):
             given, offsets = offsets, align_to(offsets, p)
-            first = Exchange(1, left, given, offsets)
+            found.append(Step(TO_SLICES, 0, 0, 1, 1, given, Leg(Exchange(1, left, given, offsets), 1)))
         slices = done * left // p
         done, left = done * q, left // p
         source = tuple(o // p for o in offsets)
-        if i + 1 < len(bounds):
-            following = math.prod(ps[bounds[i + 1][0] : bounds[i + 1][1]])
-            target = slice_offsets(q * slices, following, parts)
+        if start > 0:
+            target = slice_offsets(q * slices, math.prod(ps[start - cuts[i + 1] : start]), parts)
         else:
             target = chunk_offsets(q * slices, parts)
-        exchange = Exchange(q, slices, source, target) if parts > 1 else None
-        stages.append(Stage(start, stop, p, q, slices, offsets, exchange))
-        offsets = target
-    return Way(first, tuple(stages))
+        leg = Leg(Exchange(q, slices, source, target), 1) if parts > 1 else None
+        found.append(Step(f"stage {i + 1} of {len(cuts)}", start, stop, p, q, offsets, leg))
+        stop, offsets = start, target
+    return found
 
 
-def _slice_by_slice(ps: Sequence[int], qs: Sequence[int], parts: int) -> Way:
+def _slice_by_slice(ps: Sequence[int], qs: Sequence[int], parts: int) -> list[Step]:
     """One stage of a product whose first factor is an identity: slices of the other factors are whole on a rank, and keep their order.
 
     Nothing is exchanged where blocks of torch.chunk are whole slices; else parts of slices move between neighbours.
@@ -303,6 +312,7 @@ def _slice_by_slice(ps: Sequence[int], qs: Sequence[int], parts: int) -> Way:
     slices, p, q = ps[0], math.prod(ps[1:]), math.prod(qs[1:])
     given = chunk_offsets(slices * p, parts)
     offsets = align_to(given, p)
-    first = None if offsets == given else Exchange(1, slices * p, given, offsets, transposed=False)
+    first = [] if offsets == given else [Leg(Exchange(1, slices * p, given, offsets, transposed=False), 1)]
     back = Exchange(1, slices * q, tuple([o // p * q for o in offsets]), chunk_offsets(slices * q, parts), transposed=False)
-    return Way(first, (Stage(1, len(ps), p, q, slices, offsets, None if first is None and back.idle else back),))
+    leg = Leg(back, 1) if first or not back.idle else None
+    return [*[Step(TO_SLICES, 0, 0, 1, 1, given, f) for f in first], Step("stage 1 of 1", 1, len(ps), p, q, offsets, leg)]

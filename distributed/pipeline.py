@@ -124,14 +124,14 @@ class Pipeline:
             The last exchange, which has begun, and its token.
         """
         steps, block = self.plan.steps_of(len(x)), x.reshape(-1)
-        products = [self.factors[slice(*step.factors)] if step.factors else [] for step in steps]
+        products = [self.factors[step.start : step.stop] for step in steps]
         has_matrices = [any([isinstance(f, Tensor) for f in factors]) for factors in products]
         scaled = max([i for i, has in enumerate(has_matrices) if has], default=len(steps) - 1)
         for i, step in enumerate(steps):
             transfer = Transfer(cast(Leg, step.leg), self.row_group, f"{self.name}: {step.name}{chunk}")
             # No name holds an operand or a product while it is exchanged: memory is for the next chunk.
             if has_matrices[i] or i == scaled:  # slices are rows of a product that needs no other rank
-                rows, alpha = block.view(block.numel() // step.width, step.width), self.alpha if i == scaled else 1.0
+                rows, alpha = block.view(block.numel() // step.p, step.p), self.alpha if i == scaled else 1.0
                 block = self._multiply(rows, products[i], alpha).view(-1)
                 del rows
             if i + 1 == len(steps):

@@ -13,18 +13,16 @@ import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 
-from fastkron_py.distributed.layout import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
+from fastkron_py.distributed.layout import Leg, Step, by_rows, by_stages, chunk_offsets, chunk_rows, widths
 from fastkron_py.kron.modes import merged
 from fastkron_py.runtime.checks import DTYPES, check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 BY_ROWS: Final[Literal["rows"]] = "rows"
-TO_ROWS: Final = "columns to rows"
-TO_COLUMNS: Final = "rows to columns"
 MOST_CHUNKS: Final = 8
 CHUNK_BYTES: Final = 64 << 20
 """A rank sends about as much in the exchange of a chunk, or more, unasked; with gradients twice as much. H200s send it in 0.2 ms; a
@@ -179,27 +177,6 @@ TRANSPORTS: Final[dict[str, Transport]] = {}
 """Transports by name. `fastkron_py.distributed.transport` fills it."""
 
 
-class Step(NamedTuple):
-    """A multiply on every rank, an exchange, or both.
-
-    Attributes:
-        name: in a printed plan and in errors.
-        factors: first factor and one past the last, which are multiplied; None where blocks are only exchanged.
-        width: columns of a slice before the multiply.
-        leg: the exchange that follows; None without.
-    """
-
-    name: str
-    factors: tuple[int, int] | None
-    width: int
-    leg: Leg | None
-
-    @property
-    def busiest(self) -> int:
-        """The position in a row group of the rank that sends most."""
-        return 0 if self.leg is None else max(range(self.leg.exchange.ranks), key=self.leg.sent)
-
-
 @dataclass(frozen=True)
 class Plan:
     """How a grid of ranks multiplies. Made by `plan`; `str` gives a table.
@@ -255,15 +232,10 @@ class Plan:
         """The argument with which `plan` chooses these stages again."""
         return self.cuts or BY_ROWS
 
-    @cached_property
-    def way(self) -> Way:
-        """The stages in detail, where there are stages."""
-        return way(self.problem.inner, self.problem.outer, self.cuts, self.parts, self.problem.identity_first)
-
     @property
     def is_local(self) -> bool:
         """Whether no rank needs another's part of x: rows are whole, or blocks are whole slices beside an identity that comes first."""
-        return not self.by_rows and not self.way.exchanges
+        return not self.by_rows and all(step.leg is None for step in self._stages)
 
     def chunk_rows(self, rows: int) -> list[int]:
         """How a row group's rows are cut into chunks."""
@@ -285,15 +257,13 @@ class Plan:
     def steps_of(self, rows: int) -> list[Step]:
         """The same of some rows."""
         if self.by_rows:
-            there, back = by_rows(rows, *self.problem.columns, self.parts)
-            count, inner = len(self.problem.ps), self.problem.columns[0]
-            return [Step(TO_ROWS, None, inner, Leg(there, 1)), Step(TO_COLUMNS, (0, count), inner, Leg(back, 1, back=True))]
-        first, stages = self.way
-        found = [] if first is None else [Step("blocks to whole slices", None, 1, Leg(first, rows))]
-        for i, s in enumerate(stages, 1):
-            leg = None if s.exchange is None else Leg(s.exchange, rows)
-            found.append(Step(f"stage {i} of {len(stages)}", (s.start, s.stop), s.p, leg))
-        return found
+            return by_rows(rows, *self.problem.columns, self.parts, len(self.problem.ps))
+        return [step._replace(leg=step.leg and step.leg._replace(rows=rows)) for step in self._stages]
+
+    @property
+    def _stages(self) -> list[Step]:
+        """The steps of one row by stages."""
+        return by_stages(self.problem.inner, self.problem.outer, self.cuts, self.parts, self.problem.identity_first)
 
     def place(self, rank: int) -> tuple[int, int]:
         """A rank's (row group, position in it): the ranks of a row group exchange with each other."""
@@ -337,9 +307,9 @@ class Plan:
             buffer = max(buffer, -(-chunk // parts) * max(inner, outer))
             saved = inner * -(-rows // parts)
         else:
-            operands = [max(widths(s.offsets)) for s in self.way.stages]
-            buffer = chunk * max(*operands, *[max(widths(s.offsets)) // s.p * s.q for s in self.way.stages])
-            saved = rows * sum(operands if self.way.first else operands[1:])
+            operands = [max(widths(step.offsets)) for step in self._stages]
+            buffer = chunk * max(*operands, *[width // step.p * step.q for width, step in zip(operands, self._stages, strict=True)])
+            saved = rows * sum(operands[1:])
         total = rows * blocks + BUFFERS[min(len(sizes), len(BUFFERS)) - 1] * buffer
         matrices = sum([p * q for i, (p, q) in enumerate(zip(problem.ps, problem.qs, strict=True)) if i not in problem.identities])
         if problem.gradients:
@@ -556,7 +526,7 @@ def _table(plan: Plan) -> str:
 
 
 def _row(plan: Plan, step: Step) -> tuple[str, str, str, str]:
-    factors = factors_text(plan.problem, *step.factors) if step.factors else "-"
+    factors = factors_text(plan.problem, step.start, step.stop) if step.multiplies else "-"
     if step.leg is None:
         return step.name, factors, "-", "-"
     rank = step.busiest

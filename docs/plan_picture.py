@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle as Patch
 
 from fastkron_py.distributed import Plan
-from fastkron_py.distributed.layout import Exchange, Leg, Rectangle
-from fastkron_py.distributed.plan import Step, factors_text
+from fastkron_py.distributed.layout import Exchange, Leg, Rectangle, Step
+from fastkron_py.distributed.plan import factors_text
 
 INK, MUTED = "#1f2933", "#7b8794"
 COLOURS: Final = ("#5b93c7", "#3fae8e", "#f2c47e", "#d98880", "#a58bc9", "#8fb6de", "#a5dcc4", "#e8d5a3")
@@ -49,11 +49,10 @@ def _count(plan: Plan) -> int:
 
 
 def _title(plan: Plan, step: Step) -> tuple[str, str]:
-    if step.factors is None:
+    if not step.multiplies:
         return ("to whole rows", "of a row group") if plan.by_rows else ("to whole slices", "a little moves between neighbours")
-    start, stop = step.factors
     name = "product, and back" if plan.by_rows else step.name.partition(" of ")[0]
-    return name, f"multiply {factors_text(plan.problem, start, stop)}, then exchange"
+    return name, f"multiply {factors_text(plan.problem, step.start, step.stop)}, then exchange"
 
 
 def _exchange(axes: Any, top: float, leg: Leg, title: tuple[str, str]) -> None:

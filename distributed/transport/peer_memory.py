@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fastkron_py.distributed.failures import note, stage
-from fastkron_py.distributed.layout import Offsets, chunk_offsets, even_offsets
-from fastkron_py.distributed.plan import DIRECT, TO_COLUMNS, TO_ROWS
+from fastkron_py.distributed.layout import TO_COLUMNS, TO_ROWS, Offsets, chunk_offsets, even_offsets
+from fastkron_py.distributed.plan import DIRECT
 from fastkron_py.distributed.transport.copies import Copy
 from fastkron_py.distributed.transport.packed import Packed
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
