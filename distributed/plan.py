@@ -281,8 +281,9 @@ class Plan:
 
     def most_elements_of(self, rows: int) -> int:
         """The same of a row group that has this number of rows."""
-        legs = self._legs(max(self.chunk_rows(rows)))
-        return max(max(leg.held(r), leg.gets(r)) for leg in legs for r in range(self.parts))
+        most = max(self.chunk_rows(rows))
+        sizes = [size(rank) for leg in self._legs(most) for size in (leg.held, leg.gets) for rank in range(self.parts)]
+        return max(sizes, default=most * max([max(widths(chunk_offsets(n, self.parts))) for n in self.problem.columns]))
 
     @property
     def bytes_total(self) -> int:
@@ -298,21 +299,11 @@ class Plan:
     def peak_memory(self) -> int:
         """Bytes of the rank that needs most: x, the result and buffers; with gradients also theirs, and the saved operands."""
         problem, rows, parts = self.problem, self.rows(0), self.parts
-        inner, outer = problem.columns
-        blocks = sum([max(widths(chunk_offsets(n, parts))) for n in (inner, outer)])
-        sizes = self.chunk_rows(rows)
-        chunk = max(sizes)
-        if self.by_rows:
-            buffer = max(max(widths(chunk_offsets(n, parts))) * chunk for n in (inner, outer))
-            buffer = max(buffer, -(-chunk // parts) * max(inner, outer))
-            saved = inner * -(-rows // parts)
-        else:
-            operands = [max(widths(step.offsets)) for step in self._stages]
-            buffer = chunk * max(*operands, *[width // step.p * step.q for width, step in zip(operands, self._stages, strict=True)])
-            saved = rows * sum(operands[1:])
-        total = rows * blocks + BUFFERS[min(len(sizes), len(BUFFERS)) - 1] * buffer
+        blocks = sum([max(widths(chunk_offsets(n, parts))) for n in problem.columns])
+        total = rows * blocks + BUFFERS[min(len(self.chunk_rows(rows)), len(BUFFERS)) - 1] * self.most_elements
         matrices = sum([p * q for i, (p, q) in enumerate(zip(problem.ps, problem.qs, strict=True)) if i not in problem.identities])
-        if problem.gradients:
+        if problem.gradients:  # operands that have arrived are saved
+            saved = sum([max([leg.gets(rank) for rank in range(parts)]) for leg in self._legs(rows)[:-1]])
             total, matrices = total + rows * blocks + saved, 2 * matrices
         if not self.is_local and (self.is_taken_over or not self.transport_model.multiplies):
             total += self.transport_model.slots * self.most_elements
