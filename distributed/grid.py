@@ -156,6 +156,10 @@ class ProcessGrid:
         rows, columns = (slice(*chunk_offsets(size, parts)[place : place + 2]) for size, parts, place in cuts)
         return rows, columns
 
+    def rows_of(self, size: int) -> int:
+        """How many of this number of rows this rank holds."""
+        return widths(chunk_offsets(size, self.shape[0]))[self.row]
+
     def scatter(self, whole: Tensor) -> Tensor:
         """This rank's block of a matrix that the grid's first rank has. Collective, and without derivatives.
 

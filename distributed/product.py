@@ -14,7 +14,7 @@ from fastkron_py.distributed.api import Call, kron_matmul_left, multiply
 from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call
 from fastkron_py.distributed.operator import GridOperator, checked_arrays, on_one_rank
 from fastkron_py.distributed.replicated import Reduction, replicate
-from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, right_hand_block, rows_of
+from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, right_hand_block
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
@@ -367,6 +367,6 @@ def _guarded(function: Callable[[Tensor], Tensor], grid: ProcessGrid) -> Callabl
 def _check_mask(mask: Any, grid: ProcessGrid, size: int) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise type_error("mask", "a tensor of bool", mask.dtype if isinstance(mask, Tensor) else type_name(mask))
-    rows = rows_of(grid, size)
+    rows = grid.rows_of(size)
     if tuple(mask.shape) != (rows,) or mask.device != grid.device:
         raise value_error("mask", f"shape ({rows},), this rank's rows, on {grid.device}", f"{tuple(mask.shape)} on {mask.device}")

@@ -70,7 +70,9 @@ class _Total(torch.autograd.Function):
         flat = torch.cat([p.to(device, dtype).reshape(-1) for p in parts])
         plain = torch.view_as_real(flat) if flat.is_complex() else flat
         if reduction == "first":
-            broadcast("values of the first rank", plain, group)
+            check_plain("values of the first rank", [plain])
+            with stage("values of the first rank", group, device):
+                dist.broadcast(plain, _ranks(group)[0], group)
         else:
             all_reduce(f"sum of the factors' gradients, {flat.nbytes / 1e6:.3g} MB with {rank_text(_ranks(group))}", plain, group)
         if reduction == "mean":
@@ -108,13 +110,6 @@ def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.Red
     check_plain(name, [tensor])
     with stage(name, group, tensor.device):
         dist.all_reduce(tensor, op, group)
-
-
-def broadcast(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Give every rank of a group the first one's tensor, in place. Errors as in `all_reduce`."""
-    check_plain(name, [tensor])
-    with stage(name, group, tensor.device):
-        dist.broadcast(tensor, _ranks(group)[0], group)
 
 
 def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Callable[[], T]) -> T:

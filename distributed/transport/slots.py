@@ -109,7 +109,7 @@ class Slots:
     def exchange(
         self,
         slot: int,
-        local: Sequence[Tensor],
+        local: Tensor,
         peers: Sequence[int],
         copy: Callable[[int, torch.cuda.Stream], None],
         *,
@@ -121,7 +121,7 @@ class Slots:
 
         Args:
             slot: a taken one.
-            local: tensors that this rank gives or gets besides slots.
+            local: columns that this rank gives or gets.
             peers: positions of all other ranks, in the order in which this one takes them.
             copy: the function, called with each peer and a stream; its copies begin when all ranks have come so far.
             pulls: it reads.
@@ -144,8 +144,7 @@ class Slots:
         if own is not None:
             own(stream)
         done: torch.cuda.Event = stream.record_event()
-        for t in local:
-            t.record_stream(stream)
+        local.record_stream(stream)
         return done
 
     def lend(self, slot: int) -> None:
