@@ -194,7 +194,7 @@ def _own_factors(call: Call, factors: list[Any]) -> list[Any] | None:
 
 def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> Tensor:
     """This rank's block of the result of some factors; without a plan one rank has all that it takes."""
-    grid, alpha, beta = call.grid, call.alpha, call.beta
+    grid, left, alpha, beta = call.grid, call.left, call.alpha, call.beta
     tensors = matrices(factors)
     shared = [*tensors, *[s for s in (alpha, beta) if isinstance(s, Tensor)]]
     if torch.is_grad_enabled() and any([s.requires_grad for s in shared]):
@@ -204,29 +204,24 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
     x, z = call.x, call.z
     if chosen is None:
         x, alpha, beta, z, *factors = tied((x, alpha, beta, z, *factors))
-    if chosen is None and call.left:
-        own: Tensor = local_kron_matmul_left(factors, x, alpha=alpha, beta=beta, z=z, precision=call.precision)
+        options = {"alpha": alpha, "beta": beta, "z": z, "precision": call.precision}
+        own: Tensor = local_kron_matmul_left(factors, x, **options) if left else local_kron_matmul(x, factors, **options)
         return own
-    if call.left:
-        x, z, factors = x.mT, None if z is None else z.mT, [f if is_identity(f) else f.mT for f in factors]
-    y: Tensor
-    if chosen is None:
-        y = local_kron_matmul(x, factors, alpha=alpha, beta=beta, z=z, precision=call.precision)
+    group, position = (grid.col_group, grid.row) if left else (grid.row_group, grid.col)
+    size = chosen.most_elements * x.element_size()
+    slots = open_slots(grid, group, row_groups(grid, left), size) if chosen.is_taken_over and not x.is_complex() else None
+    row_group = RowGroup(group, call.parts, position, chosen.transport_model, blocks)
+    factors = [f.mT if left and isinstance(f, Tensor) else f for f in factors]
+    pipeline = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots)
+    x = x.mT if left else x
+    if call.recompute and torch.is_grad_enabled():
+        # Without early stop, which would leave exchanges half done.
+        with set_checkpoint_early_stop(False):
+            y = checkpoint(pipeline.run, x, use_reentrant=False, preserve_rng_state=False)
     else:
-        group = grid.col_group if call.left else grid.row_group
-        size, groups = chosen.most_elements * x.element_size(), row_groups(grid, call.left)
-        slots = open_slots(grid, group, groups, size) if chosen.is_taken_over and not x.is_complex() else None
-        row_group = RowGroup(group, call.parts, grid.row if call.left else grid.col, chosen.transport_model, blocks)
-        pipeline = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots)
-        if call.recompute and torch.is_grad_enabled():
-            # Without early stop, which would leave exchanges half done.
-            with set_checkpoint_early_stop(False):
-                y = checkpoint(pipeline.run, x, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y = pipeline.run(x)
-        if z is not None:
-            y = y + beta * z if isinstance(beta, Tensor) else torch.add(y, z, alpha=beta)
-    return y.mT.contiguous() if call.left else y
+        y = pipeline.run(x)
+    y = y.mT.contiguous() if left else y
+    return y if z is None else y + beta * z if isinstance(beta, Tensor) else torch.add(y, z, alpha=beta)
 
 
 @lru_cache(maxsize=PLANS)
