@@ -42,6 +42,11 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         grid: the ranks; None makes a grid of all of them, one row each.
         reduction: over the grid's ranks, of gradients that factors and masses have from blocks, as in `kron_matmul`: "sum", or "mean".
 
+    Attributes:
+        local: the same operator on whole matrices of this rank alone; it has every method of `fastkron_py.KroneckerSum`.
+        grid: the ranks.
+        reduction: as given.
+
     Raises:
         TypeError: not a sequence, or factors and masses that are not torch tensors or have different dtypes.
         ValueError: no factors, identities only, an integer that is not positive, a factor that is not square, masses of another number or

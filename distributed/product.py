@@ -45,6 +45,11 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         grid: the ranks; None makes a grid of all of them, one row each.
         reduction: over the grid's ranks, of gradients that factors and s have from blocks, as in `kron_matmul`: "sum", or "mean".
 
+    Attributes:
+        local: the same operator on whole matrices of this rank alone; it has every method of `fastkron_py.KroneckerProduct`.
+        grid: the ranks.
+        reduction: as given.
+
     Raises:
         TypeError: not a sequence, or factors that are not torch tensors or have different dtypes.
         ValueError: no factors, identities only, an integer that is not positive, batch dimensions, another device than the grid's, another
