@@ -14,27 +14,17 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NoReturn
-from weakref import WeakSet
+from weakref import ref
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from fastkron_py.distributed.failures import (
-    REFUSALS,
-    CollectiveError,
-    differing,
-    pack_error,
-    rank_text,
-    stage,
-    unpack_error,
-    when_failing,
-)
+from fastkron_py.distributed.failures import CollectiveError, connections, group_timeout, rank_text, stage
 from fastkron_py.runtime.errors import value_error
 
 if TYPE_CHECKING:
@@ -44,7 +34,11 @@ LOCAL: Final = 4
 """Numbers that each rank may send along with its digest."""
 
 STAGE: Final = "check that all ranks do the same"
-FALLBACK_TIMEOUT: Final = timedelta(minutes=10)
+REFUSALS: Final = (TypeError, ValueError, LinAlgError)
+"""Errors that a rank may find in its own arguments and sends to the others."""
+_KINDS: Final[dict[str, type[Exception]]] = {
+    k.__name__: k for k in (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError, LinAlgError)
+}
 
 
 class Control:
@@ -68,8 +62,7 @@ class Control:
         with stage("ProcessGrid: connecting", self.ranks):
             # Any: torch's stubs leave out inherited methods of a backend.
             self._group: Any = dist.ProcessGroupGloo(store, self.ranks.index(dist.get_rank()), len(self.ranks), group_timeout())
-        with _lock:
-            _living.add(self)
+        connections.append(ref(self))
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
@@ -112,34 +105,6 @@ class Control:
         return everything
 
 
-_living: WeakSet[Control] = WeakSet()
-_lock = threading.Lock()
-"""Guards the set above."""
-
-
-def _close_all(failure: str) -> str:
-    """After a collective failed: who knows passes it on, and ranks far from the one that died need not wait for the timeout."""
-    with _lock:
-        living = list(_living)
-    for control in living:
-        control.close(failure)
-    return ""
-
-
-when_failing(_close_all)
-
-
-def group_timeout() -> timedelta:
-    """The default group's timeout, which torch does not pass on to new groups."""
-    world: Any = dist.group.WORLD
-    for kind in ("cuda", "cpu"):
-        try:
-            return timedelta(seconds=world._get_backend(torch.device(kind)).options._timeout.total_seconds())
-        except (RuntimeError, AttributeError):
-            continue
-    return FALLBACK_TIMEOUT
-
-
 def agree(grid: ProcessGrid, description: Mapping[str, Any] | Exception, *, local: Sequence[int] = ()) -> list[tuple[int, ...]]:
     """Return when all ranks of a grid are known to be about to do the same, or raise on all of them. Collective.
 
@@ -153,20 +118,20 @@ def agree(grid: ProcessGrid, description: Mapping[str, Any] | Exception, *, loca
         The numbers that each rank sent along, in the grid's order.
 
     Raises:
-        ValueError: descriptions differ; the message names the field and who had what. Or more than four numbers in local.
+        ValueError: descriptions differ; the message names the field and who had what.
         Exception: one or more ranks came with an error; every rank raises it.
         CollectiveError: a rank has died or not come.
 
     Example:
         >>> agree(grid, {"call": "kron_matmul", "factors": [[8, 8], [8, 8]], "dtype": "float32"}, local=(rows,))
     """
-    if len(local) > LOCAL:
-        raise value_error("local", f"at most {LOCAL} numbers", len(local))
     control, error = grid.control, description if isinstance(description, Exception) else None
     name = f"{description['call']}: {STAGE}" if isinstance(description, Mapping) and "call" in description else STAGE
     said = {"grid": grid.layout} | ({"fields": description} if error is None else {"error": pack_error(error)})
     with control.alone(name):
-        own = np.array([*_digest(repr(said)), *local, *[0] * (LOCAL - len(local))], np.int64)
+        own = np.zeros(2 + LOCAL, np.int64)
+        own[:2] = np.frombuffer(blake2b(repr(said).encode(), digest_size=16).digest(), np.int64)
+        own[2 : 2 + len(local)] = local
         with stage(name, control.ranks):
             rows: list[list[int]] = control.gathered(own).tolist()
         if any(row[:2] != rows[0][:2] for row in rows):
@@ -200,12 +165,6 @@ def refused_by_all(grid: ProcessGrid, kinds: tuple[type[Exception], ...] = REFUS
         refuse(grid, error)
 
 
-@lru_cache(maxsize=1024)
-def _digest(text: str) -> tuple[int, int]:
-    data = blake2b(text.encode(), digest_size=16).digest()
-    return int.from_bytes(data[:8], "little", signed=True), int.from_bytes(data[8:], "little", signed=True)
-
-
 def _gathered_text(control: Control, text: str) -> list[Any]:
     """Every rank's description. Entered by all ranks or none, since all have seen the same digests."""
     data = np.frombuffer(text.encode(), np.uint8)
@@ -231,10 +190,25 @@ def difference(contents: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> E
         (kind, message), same = errors[0][1], [r for r, e in errors if e == errors[0][1]]
         others = [r for r, e in errors if e != errors[0][1]]
         more = f"; other errors on {rank_text(others)}" if others else ""
-        return unpack_error(kind, message if len(same) == len(ranks) else f"{message} (on {rank_text(same)}{more})")
+        return _KINDS[kind](message if len(same) == len(ranks) else f"{message} (on {rank_text(same)}{more})")
     fields = [c["fields"] for c in contents]
     for name in dict.fromkeys(name for f in fields for name in f):
         values = [json.dumps(f[name]) if name in f else "nothing" for f in fields]
         if error := differing(name, values, ranks):
             return error
     return None
+
+
+def differing(name: str, values: Sequence[str], ranks: Sequence[int]) -> Exception | None:
+    """The error that says who has what, if not all have the same."""
+    kinds = list(dict.fromkeys(values))
+    if len(kinds) < 2:
+        return None
+    shown = "; ".join(f"{kind} on {rank_text(r for r, v in zip(ranks, values, strict=True) if v == kind)}" for kind in kinds)
+    return value_error(name, "the same on every rank", shown)
+
+
+def pack_error(error: Exception) -> list[str]:
+    """The name of an error's type and its message, for other ranks to raise; other types become a RuntimeError that names them."""
+    kind = type(error).__name__
+    return [kind, str(error)] if kind in _KINDS else ["RuntimeError", f"{kind}: {error}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call, own_block
-from fastkron_py.distributed.layout import chunk_offsets, way, widths
+from fastkron_py.distributed.layout import by_stages, chunk_offsets, widths
 from fastkron_py.distributed.pipeline import Pipeline, fitting, free_memory
 from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
 from fastkron_py.distributed.plan import plan as make_plan
@@ -186,16 +185,16 @@ def _own_factors(call: Call, factors: list[Any]) -> list[Any] | None:
     if not is_identity(factors[0]) or not (call.plan is None or call.plan.is_local):
         return None
     problem = call.problem(0)
-    details = way(problem.inner, problem.outer, (len(factors),), call.parts, True)
-    if details.exchanges:
+    steps = by_stages(problem.inner, problem.outer, (len(factors),), call.parts, True)
+    if any(step.leg is not None for step in steps):
         return None
-    stage = details.stages[0]
-    return [widths(stage.offsets)[call.grid.row if call.left else call.grid.col] // stage.p, *factors[1:]]
+    place = call.grid.row if call.left else call.grid.col
+    return [widths(steps[0].offsets)[place] // steps[0].p, *factors[1:]]
 
 
 def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> Tensor:
     """This rank's block of the result of some factors; without a plan one rank has all that it takes."""
-    grid, alpha, beta = call.grid, call.alpha, call.beta
+    grid, left, alpha, beta = call.grid, call.left, call.alpha, call.beta
     tensors = matrices(factors)
     shared = [*tensors, *[s for s in (alpha, beta) if isinstance(s, Tensor)]]
     if torch.is_grad_enabled() and any([s.requires_grad for s in shared]):
@@ -205,29 +204,24 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
     x, z = call.x, call.z
     if chosen is None:
         x, alpha, beta, z, *factors = tied((x, alpha, beta, z, *factors))
-    if chosen is None and call.left:
-        own: Tensor = local_kron_matmul_left(factors, x, alpha=alpha, beta=beta, z=z, precision=call.precision)
+        options = {"alpha": alpha, "beta": beta, "z": z, "precision": call.precision}
+        own: Tensor = local_kron_matmul_left(factors, x, **options) if left else local_kron_matmul(x, factors, **options)
         return own
-    if call.left:
-        x, z, factors = x.mT, None if z is None else z.mT, [f if is_identity(f) else f.mT for f in factors]
-    y: Tensor
-    if chosen is None:
-        y = local_kron_matmul(x, factors, alpha=alpha, beta=beta, z=z, precision=call.precision)
+    group, position = (grid.col_group, grid.row) if left else (grid.row_group, grid.col)
+    size = chosen.most_elements * x.element_size()
+    slots = open_slots(grid, group, row_groups(grid, left), size) if chosen.is_taken_over and not x.is_complex() else None
+    row_group = RowGroup(group, call.parts, position, chosen.transport_model, blocks)
+    factors = [f.mT if left and isinstance(f, Tensor) else f for f in factors]
+    pipeline = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots)
+    x = x.mT if left else x
+    if call.recompute and torch.is_grad_enabled():
+        # Without early stop, which would leave exchanges half done.
+        with set_checkpoint_early_stop(False):
+            y = checkpoint(pipeline.run, x, use_reentrant=False, preserve_rng_state=False)
     else:
-        group = grid.col_group if call.left else grid.row_group
-        size, groups = chosen.most_elements * x.element_size(), row_groups(grid, call.left)
-        slots = open_slots(grid, group, groups, size) if chosen.is_taken_over and not x.is_complex() else None
-        row_group = RowGroup(group, call.parts, grid.row if call.left else grid.col, chosen.transport_model, blocks)
-        pipeline = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots)
-        if call.recompute and torch.is_grad_enabled():
-            # Without early stop, which would leave exchanges half done.
-            with set_checkpoint_early_stop(False):
-                y = checkpoint(pipeline.run, x, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y = pipeline.run(x)
-        if z is not None:
-            y = y + beta * z if isinstance(beta, Tensor) else torch.add(y, z, alpha=beta)
-    return y.mT.contiguous() if call.left else y
+        y = pipeline.run(x)
+    y = y.mT.contiguous() if left else y
+    return y if z is None else y + beta * z if isinstance(beta, Tensor) else torch.add(y, z, alpha=beta)
 
 
 @lru_cache(maxsize=PLANS)
@@ -288,13 +282,11 @@ class Call:
 
     def description(self) -> dict[str, Any]:
         """The arguments that must be the same on every rank."""
-        tensors = {"x": self.x, "z": self.z, "alpha": self.alpha, "beta": self.beta}
-        grads = [name for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad]
-        grads += [f"factors[{i}]" for i, f in self.matrices.items() if f.requires_grad]
+        shared = [*[(f"factors[{i}]", f) for i, f in enumerate(self.factors)], ("alpha", self.alpha), ("beta", self.beta)]
         return {
             "call": self.name,
             "dtype of x": str(self.x.dtype),
-            "shapes of factors": shape_texts(self.factors),
+            "shapes of factors": [shape_text(f) for f in self.factors],
             "alpha": scalar_text(self.alpha),
             "beta": scalar_text(self.beta),
             "z": "none" if self.z is None else "a tensor",
@@ -302,15 +294,20 @@ class Call:
             "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.transport],
             "recompute": self.recompute,
             "reduction": self.reduction,
-            "arguments that need gradients": grads if torch.is_grad_enabled() else [],
+            "arguments that need gradients": in_need([("x", self.x), ("z", self.z), *shared]),
             "under a transform of torch.func": transforms_active(),
-            **checksums(factors=self.factors, alpha=self.alpha, beta=self.beta),
+            **checksums(self.grid, shared),
         }
 
 
-def shape_texts(factors: Sequence[Any]) -> list[Any]:
-    """Shapes of factors, as ranks compare them: lists, or the integers themselves."""
-    return [f if is_identity(f) else list(f.shape) for f in factors]
+def in_need(named: Sequence[tuple[str, Any]]) -> list[str]:
+    """The names of the tensors that need gradients, among arrays and numbers."""
+    return [name for name, t in named if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()]
+
+
+def shape_text(factor: Any) -> Any:
+    """A factor's shape, as ranks compare it: a list, or the integer itself."""
+    return factor if is_identity(factor) else list(factor.shape)
 
 
 def scalar_text(value: Any) -> str:
@@ -318,12 +315,9 @@ def scalar_text(value: Any) -> str:
     return "a tensor" if isinstance(value, Tensor) else str(value)
 
 
-def checksums(**given: Any) -> dict[str, str]:
-    """With ``FASTKRON_CHECK=1`` in the environment, checksums of the tensors and sequences of tensors given, for ranks to compare."""
-    if os.environ.get("FASTKRON_CHECK", "") in ("", "0"):
-        return {}
-    named = given | {f"{name}[{i}]": t for name, many in given.items() if isinstance(many, Sequence) for i, t in enumerate(many)}
-    return {f"values of {name}": _checksum(t) for name, t in named.items() if isinstance(t, Tensor)}
+def checksums(grid: ProcessGrid, named: Sequence[tuple[str, Any]]) -> dict[str, str]:
+    """For ranks to compare, where the grid checks factors: checksums of the tensors among arrays and numbers."""
+    return {f"values of {name}": _checksum(t) for name, t in named if isinstance(t, Tensor)} if grid.check_factors else {}
 
 
 @torch.no_grad()

@@ -1,4 +1,8 @@
-"""`init_process_group`: from however the job was started to a process group, with a device for each rank."""
+"""`init_process_group`: from however the job was started to a process group, with a device for each rank.
+
+What MPI and Slurm tell is put into the variables that torchrun sets; ranks then meet by torch's rendezvous, and compare what they were
+asked for before torch makes the group.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import synchronize
 
-from fastkron_py.distributed.agreement import difference
-from fastkron_py.distributed.failures import pack_error, rank_text, stage
+from fastkron_py.distributed.agreement import difference, pack_error
+from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.grid import forget_groups
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -66,8 +70,8 @@ class ProcessInfo:
 
 
 _made: tuple[Any, ProcessInfo] | None = None
-_met: tuple[Launch, dist.Store] | None = None
-"""Found once: a group that is made after another has been destroyed meets in the same store, whose server may be this process."""
+_met: tuple[str, dist.Store] | None = None
+"""The launcher, and the store, whose server may be this process: a group made after another has been destroyed meets in the same one."""
 _meetings = 0
 """How many groups this process has asked for: each meets under its own keys of the store."""
 
@@ -110,22 +114,18 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
         _check_backend(backend)
     except (TypeError, ValueError) as wrong:
         error = wrong
-    launch, store = _meet(seconds)
-    reports = _exchange(launch, store, _report(backend, launch, seconds, error), seconds)
+    launcher, store = _meet(seconds)
+    rank, size = _rank_and_size(launcher)
+    reports = _exchange(store, rank, size, _report(backend, size, seconds, error), seconds)
     if problem := judge(reports):
         raise problem
-    info = _info(launch, reports)
+    info = _info(launcher, rank, reports)
     logger.info("rank %d of %d on %s, backend %s, started by %s", info.rank, info.world_size, info.device, info.backend, info.launcher)
     if info.device.type == "cuda":
         torch.cuda.set_device(info.device)
+    backends = "cpu:gloo,cuda:nccl" if info.backend == "nccl" else "gloo"
     with stage("init_process_group: connecting all ranks"):
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if info.backend == "nccl" else "gloo",
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=seconds),
-        )
+        dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
     _made = (dist.group.WORLD, info)
     atexit.register(_destroy)
     if info.launcher == "mpi":
@@ -133,16 +133,24 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
     return info
 
 
-def _meet(seconds: float) -> tuple[Launch, dist.Store]:
-    """This process's launch, and the part of the ranks' store that the next group meets in."""
+def _meet(seconds: float) -> tuple[str, dist.Store]:
+    """The launcher, and the part of the ranks' store, of torch's own rendezvous, that the next group meets in."""
     global _met, _meetings
     if _met is None:
-        launch = find_launch()
-        _met = launch, _rendezvous(launch, seconds)
+        launcher = find_launcher()
+        if launcher == "single":
+            _met = launcher, dist.HashStore()
+        else:
+            with stage(f"init_process_group: meeting at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"):
+                _met = launcher, next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
     _meetings += 1
-    launch, store = _met
+    launcher, store = _met
     store.set_timeout(timedelta(seconds=seconds))
-    return launch, dist.PrefixStore(f"fastkron_py/{_meetings}", store)
+    return launcher, dist.PrefixStore(f"fastkron_py/{_meetings}", store)
+
+
+def _rank_and_size(launcher: str) -> tuple[int, int]:
+    return (0, 1) if launcher == "single" else (_integer("RANK"), _integer("WORLD_SIZE"))
 
 
 def _check_backend(backend: Any) -> None:
@@ -163,27 +171,29 @@ def _check_timeout(timeout: Any) -> float:
     return float(timeout)
 
 
-def _report(backend: str | None, launch: Launch, seconds: float, error: Exception | None) -> dict[str, Any]:
-    """The facts that one rank sends the others: arguments to compare, or an error of its; its host, and its GPU's UUID."""
-    has_gpu = backend != "gloo" and error is None and dist.is_nccl_available() and torch.cuda.device_count() > 0
-    fields = {"WORLD_SIZE": launch.world_size, BACKEND: backend or ("nccl" if has_gpu else "gloo"), "timeout": seconds}
-    uuid = str(torch.cuda.get_device_properties(_gpu_index(launch)).uuid) if has_gpu else ""
-    return {"host": socket.gethostname(), "gpu": uuid} | ({"fields": fields} if error is None else {"error": pack_error(error)})
+def _report(backend: str | None, size: int, seconds: float, error: Exception | None) -> dict[str, Any]:
+    """The facts that one rank sends the others: arguments to compare, or an error of its; its host, and its GPU."""
+    host, gpu = socket.gethostname(), ""
+    if backend != "gloo" and error is None and dist.is_nccl_available() and torch.cuda.device_count() > 0:
+        gpu = f"{host}, {torch.cuda.get_device_properties(_gpu_index()).uuid}"
+    fields = {"WORLD_SIZE": size, BACKEND: backend or ("nccl" if gpu else "gloo"), "timeout": seconds}
+    return {"host": host, "gpu": gpu} | ({"fields": fields} if error is None else {"error": pack_error(error)})
 
 
-def _gpu_index(launch: Launch) -> int:
+def _gpu_index() -> int:
     """The local rank's GPU; where there are fewer, the launcher may show each rank its own as number 0 (if not, `judge` sees)."""
-    return launch.local_rank if launch.local_rank is not None and launch.local_rank < torch.cuda.device_count() else 0
+    local_rank = dist.get_node_local_rank(fallback_rank=0)
+    return local_rank if local_rank < torch.cuda.device_count() else 0
 
 
-def _exchange(launch: Launch, store: dist.Store, own: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+def _exchange(store: dist.Store, rank: int, size: int, own: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
     """Every rank's report, which each of them judges by itself: all raise the same error, or none does."""
     try:
-        found = synchronize(store, json.dumps(own).encode(), launch.rank, launch.world_size, "report/", seconds)
+        found = synchronize(store, json.dumps(own).encode(), rank, size, "report/", seconds)
     except dist.DistError as error:
         with stage("init_process_group: comparing all ranks' arguments"):
-            missing = [rank for rank in range(launch.world_size) if not store.check([f"report/{rank}"])]
-            text = f"{rank_text(missing)} of {launch.world_size} did not come within {seconds:g} s" if missing else "a rank has left"
+            missing = [other for other in range(size) if not store.check([f"report/{other}"])]
+            text = f"{rank_text(missing)} of {size} did not come within {seconds:g} s" if missing else "a rank has left"
             raise RuntimeError(text) from error
     return [json.loads(report) for report in found]
 
@@ -192,33 +202,20 @@ def judge(reports: Sequence[dict[str, Any]]) -> Exception | None:
     """The reason why these ranks cannot work together, or None."""
     if error := difference(reports, range(len(reports))):
         return error
-    if reports[0]["fields"][BACKEND] == "nccl" and (problem := _judge_gpus(reports)):
-        return RuntimeError(f"init_process_group: {problem}")
-    return None
+    gpus = [report["gpu"] for report in reports]
+    poor = [rank for rank, gpu in enumerate(gpus) if not gpu or gpus.count(gpu) > 1]
+    if reports[0]["fields"][BACKEND] == "gloo" or not poor:
+        return None
+    text = f"NCCL needs a GPU for each rank; none (or no CUDA build of torch), or another rank's, on {rank_text(poor)} of {len(gpus)}"
+    return RuntimeError(f"init_process_group: {text}; use backend='gloo'")
 
 
-def _judge_gpus(reports: Sequence[dict[str, Any]]) -> str:
-    blind = [i for i, r in enumerate(reports) if not r["gpu"]]
-    if blind:
-        more = f"{rank_text(blind)} of {len(reports)} found none, or no CUDA build of torch; use backend='gloo'"
-        return f"NCCL needs a GPU for each rank; {more}"
-    for host in dict.fromkeys(r["host"] for r in reports):
-        ranks = [i for i, r in enumerate(reports) if r["host"] == host]
-        gpus = {reports[i]["gpu"] for i in ranks}
-        if len(gpus) < len(ranks):
-            return f"NCCL needs a GPU for each rank; {len(ranks)} ranks on host {host} ({rank_text(ranks)}) share {len(gpus)} GPU(s)"
-    return ""
-
-
-def _info(launch: Launch, reports: Sequence[dict[str, Any]]) -> ProcessInfo:
-    own = reports[launch.rank]
-    neighbours = [i for i, r in enumerate(reports) if r["host"] == own["host"]]
-    local_rank = neighbours.index(launch.rank) if launch.local_rank is None else launch.local_rank
-    backend = own["fields"][BACKEND]
-    device = torch.device("cuda", _gpu_index(launch)) if backend == "nccl" else torch.device("cpu")
-    return ProcessInfo(
-        launch.launcher, launch.rank, launch.world_size, local_rank, launch.local_world_size or len(neighbours), device, backend
-    )
+def _info(launcher: str, rank: int, reports: Sequence[dict[str, Any]]) -> ProcessInfo:
+    neighbours = [i for i, r in enumerate(reports) if r["host"] == reports[rank]["host"]]
+    local_rank, local_size = dist.get_node_local_rank(neighbours.index(rank)), int(os.environ.get("LOCAL_WORLD_SIZE", len(neighbours)))
+    backend = reports[rank]["fields"][BACKEND]
+    device = torch.device("cuda", _gpu_index()) if backend == "nccl" else torch.device("cpu")
+    return ProcessInfo(launcher, rank, len(reports), local_rank, local_size, device, backend)
 
 
 def _existing() -> ProcessInfo:
@@ -249,28 +246,8 @@ def _destroy() -> None:
 # ---- who started this process --------------------------------------------------------------------
 
 
-class Launch(NamedTuple):
-    """This process among those that were started with it.
-
-    Attributes:
-        launcher: ``"torchrun"``, ``"mpi"``, ``"slurm"`` or ``"single"``.
-        rank: this process among all.
-        world_size: number of processes.
-        address: ``host:port`` at which rank 0 serves torch's store.
-        local_rank: number of this process on its host; None where the launcher does not tell.
-        local_world_size: number of processes on this host; None where the launcher does not tell.
-    """
-
-    launcher: str
-    rank: int
-    world_size: int
-    address: str
-    local_rank: int | None = None
-    local_world_size: int | None = None
-
-
-def find_launch() -> Launch:
-    """Recognise the launcher by its variables.
+def find_launcher() -> str:
+    """Recognise the launcher by its variables: "torchrun", "mpi", "slurm" or "single". The environment has torchrun's names then.
 
     torchrun comes first, since it may run under Slurm; MPI before Slurm, since variables of the batch script's
     one task are inherited by everything that mpirun starts in it.
@@ -280,29 +257,24 @@ def find_launch() -> Launch:
     """
     env = os.environ
     if all(name in env for name in _TORCHRUN):
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return _of_variables("torchrun", names, f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}")
-    if any(name in env for name in _MPI_VARIABLES) and (_mpi_available() or not _slurm_step(env)):
+        launcher = "torchrun"
+    elif any(name in env for name in _MPI_VARIABLES) and (_mpi_available() or not _slurm_step(env)):
         if not _mpi_available():
             raise RuntimeError(
                 "init_process_group: mpirun started this process, and mpi4py or its MPI library cannot be loaded;"
                 " install both (pip install mpi4py, with the MPI whose mpirun this is), or start with torchrun"
             )
-        return _mpi()
-    if _slurm_step(env):
-        return _slurm(env)
-    _check_alone(env)
-    return Launch("single", 0, 1, "", 0, 1)
-
-
-def _rendezvous(launch: Launch, seconds: float) -> dist.Store:
-    """The store that all ranks share, by torch's own rendezvous."""
-    if launch.launcher == "single":
-        return dist.HashStore()
-    url = "env://" if launch.launcher == "torchrun" else f"tcp://{launch.address}"
-    with stage(f"init_process_group: meeting at {launch.address}"):
-        store: dist.Store = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timedelta(seconds=seconds)))[0]
-    return store
+        launcher = "mpi"
+        env.update(_of_mpi())
+    elif _slurm_step(env):
+        launcher = "slurm"
+        env.update(_of_slurm())
+    else:
+        _check_alone(env)
+        return "single"
+    for name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & env.keys():
+        _integer(name)
+    return launcher
 
 
 def _check_alone(env: Mapping[str, str]) -> None:
@@ -316,19 +288,20 @@ def _check_alone(env: Mapping[str, str]) -> None:
         warnings.warn(f"init_process_group: {text}", RuntimeWarning, stacklevel=5)  # the line that calls init_process_group
 
 
-def _integer(env: Mapping[str, str], name: str) -> int:
+def _integer(name: str) -> int:
     """An environment variable as a number.
 
     Raises:
         RuntimeError: it is missing, or it is not a number.
     """
-    if name not in env:
+    if name not in os.environ:
         remedy = "pass on what srun sets (srun --export=ALL), or set it"
         raise RuntimeError(f"init_process_group: the environment variable {name} is missing; {remedy}")
     try:
-        return int(env[name])
+        return int(os.environ[name])
     except ValueError:
-        raise RuntimeError(f"init_process_group: expected an integer in the environment variable {name}; got {env[name]!r}") from None
+        text = f"expected an integer in the environment variable {name}; got {os.environ[name]!r}"
+        raise RuntimeError(f"init_process_group: {text}") from None
 
 
 def _slurm_step(env: Mapping[str, str]) -> bool:
@@ -336,20 +309,14 @@ def _slurm_step(env: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
-def _slurm(env: Mapping[str, str]) -> Launch:
-    host = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
-    if "MASTER_PORT" in env:
-        port = _integer(env, "MASTER_PORT")
-    else:  # no port can be passed round before ranks have met: one that all of them can compute, by job and step
-        port = 20000 + (100 * _integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")) % 12000
-    return _of_variables("slurm", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), f"{host}:{port}")
-
-
-def _of_variables(launcher: str, names: Sequence[str], address: str) -> Launch:
-    """What variables of these names say: of the rank, the number of ranks and, if they are there, the same on this host."""
-    rank, size = [_integer(os.environ, name) for name in names[:2]]
-    local = [_integer(os.environ, name) if name in os.environ else None for name in names[2:]]
-    return Launch(launcher, rank, size, address, *local)
+def _of_slurm() -> dict[str, str]:
+    """Torchrun's variables, of srun's. No port can be passed round before ranks have met: one that all can compute, by job and step."""
+    env = os.environ
+    found = {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"]}
+    found["MASTER_ADDR"] = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
+    if "MASTER_PORT" not in env:
+        found["MASTER_PORT"] = str(20000 + (100 * _integer("SLURM_JOB_ID") + _integer("SLURM_STEP_ID")) % 12000)
+    return found | ({"LOCAL_RANK": env["SLURM_LOCALID"]} if "SLURM_LOCALID" in env else {})
 
 
 def first_host(nodes: str) -> str:
@@ -367,21 +334,22 @@ def _mpi_available() -> bool:
     return bool(MPI.Is_initialized())
 
 
-def _mpi() -> Launch:
-    """Rank, size and local rank from MPI, and a free port on rank 0's host that it broadcasts: nothing has to be set beforehand."""
+def _of_mpi() -> dict[str, str]:
+    """Torchrun's variables, of MPI's ranks, with a free port on rank 0's host that it broadcasts: nothing has to be set beforehand."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     local = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
-    local_rank, local_size = local.rank, local.size
+    found = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": local.rank, "LOCAL_WORLD_SIZE": local.size}
     local.Free()
-    one_host = world.allreduce(local_size, op=MPI.MIN) == world.size
-    address = ""
+    one_host = world.allreduce(found["LOCAL_WORLD_SIZE"], op=MPI.MIN) == world.size
+    address = None
     if world.rank == 0:
         with socket.socket() as free:
             free.bind(("", 0))
-            address = f"{os.environ.get('MASTER_ADDR') or ('127.0.0.1' if one_host else socket.getfqdn())}:{free.getsockname()[1]}"
-    return Launch("mpi", world.rank, world.size, world.bcast(address, root=0), local_rank, local_size)
+            address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else socket.getfqdn()), free.getsockname()[1]
+    found["MASTER_ADDR"], found["MASTER_PORT"] = world.bcast(address, root=0)
+    return {name: str(value) for name, value in found.items()}
 
 
 def _abort_on_uncaught_exception() -> None:

@@ -1,30 +1,44 @@
-"""Errors of collectives: which step failed, on which rank, for how long it had waited."""
+"""Errors of collectives: which step failed, on which rank, for how long it had waited; and the exchange that a GPU does not finish.
+
+On a GPU exchanges are asynchronous: a process that waits for its GPU, not for an exchange, meets no error of ours when a peer dies or
+does not come. So pending exchanges are noted, errors of later collectives name the first that is unfinished, and a thread logs the one
+that has nearly waited for the group's timeout. To end such a process is up to the launcher, which sees a dead rank, and torch's watchdog.
+
+The thread asks the GPU nothing until then: a query from a second thread would spoil a graph that is being captured.
+"""
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from itertools import groupby
 from types import TracebackType
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.eager import transforms_active
-from fastkron_py.runtime.errors import value_error
 
-_when_failing: list[Callable[[str], str]] = []
+logger = logging.getLogger("fastkron_py")
 
+FALLBACK_TIMEOUT: Final = timedelta(minutes=10)
+INTERVAL: Final = 0.5
+SHARE: Final = 0.9
+"""Of the timeout, after which an exchange is named: torch's watchdog may end the process at the timeout."""
+KEPT: Final = 256
 
-def when_failing(function: Callable[[str], str]) -> None:
-    """Have a function called with the message of every collective that fails, before its error is raised; what it returns is added."""
-    _when_failing.append(function)
+connections: list[Any] = []
+"""Weak references to all that a failure closes, lest ranks far from the one that died wait for the timeout: who knows passes it on."""
 
 
 class CollectiveError(RuntimeError):
@@ -52,20 +66,23 @@ class stage:  # noqa: N801  # used as a function is; a generator would take seve
     Args:
         name: the operation, for example ``"kron_matmul: exchange 2 of 3"``.
         group: the group it is done in, or its ranks, for the message.
+        device: whose current stream waits for what is begun inside; without an error it is noted.
 
     Raises:
         CollectiveError: from any RuntimeError but those of memory and of what is not implemented, which pass as they are.
     """
 
-    __slots__ = ("_group", "_name", "_start")
+    __slots__ = ("_device", "_group", "_name", "_start")
 
-    def __init__(self, name: str, group: dist.ProcessGroup | Sequence[int] | None = None) -> None:
-        self._name, self._group = name, group
+    def __init__(self, name: str, group: dist.ProcessGroup | Sequence[int] | None = None, device: torch.device | None = None) -> None:
+        self._name, self._group, self._device = name, group, device
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None and self._device is not None:
+            note(self._name, self._device)
         if not isinstance(error, RuntimeError) or isinstance(error, (torch.OutOfMemoryError, NotImplementedError, CollectiveError)):
             return
         seconds = time.perf_counter() - self._start
@@ -73,8 +90,11 @@ class stage:  # noqa: N801  # used as a function is; a generator would take seve
         peers = "" if ranks is None else f" among {rank_text(ranks)}"
         reason = f"a peer{peers} has died, left, or not come in time ({_first_line(error)})"
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-        text = f"{self._name}: failed on rank {rank} after {seconds:.2f} s: {reason}"
-        failure = CollectiveError(self._name, rank, seconds, reason + "".join([function(text) for function in _when_failing]))
+        waiting = unfinished()
+        failure = CollectiveError(self._name, rank, seconds, reason + (f"; the GPU has not finished: {waiting}" if waiting else ""))
+        for connection in [reference() for reference in tuple(connections)]:
+            if connection is not None:
+                connection.close(str(failure))
         try:
             raise failure from error
         finally:
@@ -109,28 +129,87 @@ def rank_text(ranks: Iterable[int]) -> str:
     return f"rank {text}" if len(listed) == 1 else f"ranks {text}"
 
 
-def differing(name: str, values: Sequence[str], ranks: Sequence[int]) -> Exception | None:
-    """The error that says who has what, if not all have the same."""
-    kinds = list(dict.fromkeys(values))
-    if len(kinds) < 2:
-        return None
-    shown = "; ".join(f"{kind} on {rank_text(r for r, v in zip(ranks, values, strict=True) if v == kind)}" for kind in kinds)
-    return value_error(name, "the same on every rank", shown)
+# ---- what a GPU does not finish --------------------------------------------------------------------
 
 
-REFUSALS: Final = (TypeError, ValueError, LinAlgError)
-"""Errors that a rank may find in its own arguments and sends to the others."""
-_KINDS: Final[dict[str, type[Exception]]] = {
-    k.__name__: k for k in (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError, LinAlgError)
-}
+def group_timeout() -> timedelta:
+    """The default group's timeout, which torch does not pass on to new groups."""
+    world: Any = dist.group.WORLD
+    for kind in ("cuda", "cpu"):
+        try:
+            return timedelta(seconds=world._get_backend(torch.device(kind)).options._timeout.total_seconds())
+        except (RuntimeError, AttributeError):
+            continue
+    return FALLBACK_TIMEOUT
 
 
-def pack_error(error: Exception) -> list[str]:
-    """The name of an error's type and its message, for other ranks to raise; other types become a RuntimeError that names them."""
-    kind = type(error).__name__
-    return [kind, str(error)] if kind in _KINDS else ["RuntimeError", f"{kind}: {error}"]
+class Waiting(NamedTuple):
+    """An exchange that a GPU may be waiting for.
+
+    Attributes:
+        text: its stage.
+        event: after it; its `query` tells whether a GPU has reached it.
+        since: when it was begun, by `time.monotonic`.
+    """
+
+    text: str
+    event: Any
+    since: float
 
 
-def unpack_error(kind: str, message: str) -> Exception:
-    """The error to raise, made anew from another rank's."""
-    return _KINDS[kind](message)
+_under_way: deque[Waiting] = deque(maxlen=KEPT)
+_thread: threading.Thread | None = None
+_end = threading.Event()
+
+
+def note(text: str, device: torch.device, event: torch.cuda.Event | None = None) -> None:
+    """A GPU waits for an exchange: its current stream, or the work before an event. Remember it until it is done."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        _remember(text, torch.cuda.current_stream(device).record_event() if event is None else event, device)
+
+
+def _remember(text: str, event: Any, device: torch.device) -> None:
+    global _thread
+    unfinished()  # forgets finished ones
+    _under_way.append(Waiting(text, event, time.monotonic()))
+    if _thread is None:
+        _thread = threading.Thread(target=_watch, args=(device,), name="fastkron_py watch", daemon=True)
+        _thread.start()
+        atexit.register(_stop)
+
+
+def _stop() -> None:
+    """Before Python ends: a thread that asks a GPU then would abort the process."""
+    _end.set()
+    if _thread is not None:
+        _thread.join(2 * INTERVAL)
+
+
+def unfinished() -> str | None:
+    """The first exchange that the GPU has not finished."""
+    while _under_way:
+        waiting = _under_way[0]
+        try:
+            if not waiting.event.query():
+                return waiting.text
+        except RuntimeError:  # the GPU has met an error: this is where it stopped, as far as is known
+            return waiting.text
+        try:
+            _under_way.popleft()
+        except IndexError:  # another thread was faster
+            break
+    return None
+
+
+def _watch(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread, which would else open another one
+    named: Waiting | None = None
+    while not _end.wait(INTERVAL):
+        first = next(iter(_under_way.copy()), None)
+        if first is None or first is named or time.monotonic() - first.since < SHARE * group_timeout().total_seconds():
+            continue
+        unfinished()  # forgets finished ones
+        if _under_way and _under_way[0] is first:
+            named = first
+            logger.error("fastkron_py: %s: has not been finished for %.1f s", first.text, time.monotonic() - first.since)

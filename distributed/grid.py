@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fastkron_py.distributed.agreement import Control, agree, group_timeout, refuse, refused_by_all
-from fastkron_py.distributed.failures import rank_text, stage
+from fastkron_py.distributed.agreement import Control, agree, refuse, refused_by_all
+from fastkron_py.distributed.failures import group_timeout, rank_text, stage
 from fastkron_py.distributed.layout import chunk_offsets, widths
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -47,6 +48,22 @@ class ProcessGrid:
         device: where tensors of this rank lie; None takes the current GPU if the default group has NCCL, else the CPU.
         private: make groups of its own, so that a thread can use this grid while another thread uses another one. They last until the
             default group is destroyed. Not with a mesh.
+        check_factors: have ranks compare checksums of factors, mass matrices and scalars that are tensors before each call, which waits for
+            the GPU. For debugging: ranks whose factors differ get wrong results. None does so where ``FASTKRON_CHECK=1`` is set.
+
+    Attributes:
+        shape: ``(GM, GK)``: how many blocks there are of rows, and of columns.
+        ranks: the grid's ranks in the default group, along its rows.
+        world_size: their number.
+        rank: this rank's number in the grid: ``row * GK + col``.
+        row: which block of rows this rank holds.
+        col: which block of columns.
+        device: where this rank's tensors lie.
+        mesh: the grid as a mesh of two dimensions, called "rows" and "cols" unless it was given.
+        group: all ranks of the grid.
+        row_group: the GK ranks of this rank's row, by column: they hold the columns of the same rows, and exchange them.
+        col_group: the GM ranks of this rank's column, by row.
+        layout: which ranks are in which row and column, whose groups they use, and its number. Ranks compare this before each call.
 
     Raises:
         TypeError: an argument of another type.
@@ -73,92 +90,45 @@ class ProcessGrid:
         ranks: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         private: bool = False,
+        check_factors: bool | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("ProcessGrid: no process group exists; call fastkron_py.distributed.init_process_group() first")
         mesh = shape if isinstance(shape, DeviceMesh) else None
-        self._ranks = _member_ranks(mesh, ranks)
-        ascending = tuple(sorted(self._ranks))
-        self._control: Control = _kept(ascending, lambda: Control(ascending))
-        self._layout = ""  # while ranks agree on one
-        self._rank = self._ranks.index(dist.get_rank())
+        self.ranks, self.layout = _member_ranks(mesh, ranks), ""  # while ranks agree on one
+        self.rank, self.world_size = self.ranks.index(dist.get_rank()), len(self.ranks)
+        ascending = tuple(sorted(self.ranks))
+        self._control: Control = kept(ascending, lambda: Control(ascending))
         with refused_by_all(self):
-            self._shape = _grid_shape(shape, ranks, self._ranks)
-            self._device = _grid_device(device, shape)
+            self.shape, self.device = _grid_shape(shape, ranks, self.ranks), _grid_device(device, shape)
             if private and mesh is not None:
                 raise value_error("private", "False with a mesh, whose groups are used", private)
-        description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type, "private": bool(private)}
+            if check_factors is not None and not isinstance(check_factors, bool):
+                raise type_error("check_factors", "True, False or None", type_name(check_factors))
+        self.row, self.col = divmod(self.rank, self.shape[1])
+        self._check_factors, self._is_private = check_factors, private
+        description = {"call": "ProcessGrid", "shape": list(self.shape), "device": self.device.type, "private": bool(private)}
+        description["check_factors"] = self.check_factors
         description["version of fastkron_py"] = sys.modules["fastkron_py"].__version__  # not imported: the package imports this
         agree(self, description)
         self._control.grids = number = self._control.grids + 1
-        self._is_private = private
         if private:
-            self._control = Control(self._ranks, number)
-        order = "" if list(self._ranks) == sorted(self._ranks) else f" of ranks {', '.join(map(str, self._ranks))}"
+            self._control = Control(self.ranks, number)
+        order = "" if self.ranks == ascending else f" of ranks {', '.join(map(str, self.ranks))}"
         # With a number, lest ranks take the call of one thread for another thread's, over a grid that is alike.
-        self._layout = f"{self._shape[0]} x {self._shape[1]}{order}{'' if mesh is None else ' of a mesh'}, number {number}"
+        self.layout = f"{self.shape[0]} x {self.shape[1]}{order}{'' if mesh is None else ' of a mesh'}, number {number}"
         if mesh is None:
-            self._group, row_group, col_group = _groups(self, self._shape, number if private else 0)
-            table = torch.tensor(self._ranks, dtype=torch.int).view(self._shape)
-            self._mesh = DeviceMesh.from_group([col_group, row_group], self._device.type, mesh=table, mesh_dim_names=DIMENSIONS)
+            self.group, row_group, col_group = _groups(self, self.shape, number if private else 0)
+            table = torch.tensor(self.ranks, dtype=torch.int).view(self.shape)
+            mesh = DeviceMesh.from_group([col_group, row_group], self.device.type, mesh=table, mesh_dim_names=DIMENSIONS)
         else:
-            self._group = _groups(self, None)[0]
-            self._mesh = mesh
+            (self.group,) = _groups(self, None)
+        self.mesh, self.col_group, self.row_group = mesh, mesh.get_group(0), mesh.get_group(1)
 
     @property
-    def mesh(self) -> DeviceMesh:
-        """The grid as a mesh of two dimensions, called "rows" and "cols" unless it was given."""
-        return self._mesh
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(GM, GK)``: how many blocks there are of rows, and of columns."""
-        return self._shape
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The grid's ranks in the default group, along its rows."""
-        return self._ranks
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the grid: ``row * GK + col``."""
-        return self._rank
-
-    @property
-    def row(self) -> int:
-        """Which block of rows this rank holds."""
-        return self._rank // self._shape[1]
-
-    @property
-    def col(self) -> int:
-        """Which block of columns this rank holds."""
-        return self._rank % self._shape[1]
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the grid."""
-        return len(self._ranks)
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors lie."""
-        return self._device
-
-    @property
-    def row_group(self) -> dist.ProcessGroup:
-        """The GK ranks of this rank's row, by column: they hold the columns of the same rows, and exchange them."""
-        return self._mesh.get_group(1)
-
-    @property
-    def col_group(self) -> dist.ProcessGroup:
-        """The GM ranks of this rank's column, by row."""
-        return self._mesh.get_group(0)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """All ranks of the grid."""
-        return self._group
+    def check_factors(self) -> bool:
+        """Whether ranks compare the values of factors before each call."""
+        return os.environ.get("FASTKRON_CHECK", "") not in ("", "0") if self._check_factors is None else self._check_factors
 
     @property
     def control(self) -> Control:
@@ -171,11 +141,6 @@ class ProcessGrid:
             raise value_error("grid", "an open ProcessGrid", "one that has been closed")
         return self._control
 
-    @property
-    def layout(self) -> str:
-        """Which ranks are in which row and column, whose groups they use, and its number. Ranks compare this before each call."""
-        return self._layout
-
     def block(self, shape: Sequence[int]) -> tuple[slice, slice]:
         """Which rows and columns of a matrix this rank holds: those that torch.chunk, and a DTensor's Shard, would give it.
 
@@ -187,9 +152,13 @@ class ProcessGrid:
             >>> rows, columns = ProcessGrid().block((1000, 512))
             >>> x = whole[rows, columns]
         """
-        cuts = zip(shape, self._shape, (self.row, self.col), strict=True)
+        cuts = zip(shape, self.shape, (self.row, self.col), strict=True)
         rows, columns = (slice(*chunk_offsets(size, parts)[place : place + 2]) for size, parts, place in cuts)
         return rows, columns
+
+    def rows_of(self, size: int) -> int:
+        """How many of this number of rows this rank holds."""
+        return widths(chunk_offsets(size, self.shape[0]))[self.row]
 
     def scatter(self, whole: Tensor) -> Tensor:
         """This rank's block of a matrix that the grid's first rank has. Collective, and without derivatives.
@@ -208,7 +177,7 @@ class ProcessGrid:
         """
         self._agree_on_matrix("scatter", "whole", whole, True)
         with stage("ProcessGrid.scatter", self.group), torch.no_grad():
-            return distribute_tensor(whole.detach(), self._mesh, PLACEMENTS).to_local()
+            return distribute_tensor(whole.detach(), self.mesh, PLACEMENTS).to_local()
 
     def gather(self, block: Tensor) -> Tensor:
         """The whole matrix of all ranks' blocks, on every rank. Collective, and without derivatives.
@@ -221,14 +190,14 @@ class ProcessGrid:
             ValueError: no matrix, another device, dtypes that differ, or blocks cut in another way. Every rank raises each of these.
         """
         sizes = self._agree_on_matrix("gather", "block", block, False)
-        cols = self._shape[1]
+        cols = self.shape[1]
         shape = sum([rows for rows, *_ in sizes[::cols]]), sum([columns for _, columns, *_ in sizes[:cols]])
-        cuts = [widths(chunk_offsets(size, parts)) for size, parts in zip(shape, self._shape, strict=True)]
+        cuts = [widths(chunk_offsets(size, parts)) for size, parts in zip(shape, self.shape, strict=True)]
         if [size[:2] for size in sizes] != [(rows, columns) for rows in cuts[0] for columns in cuts[1]]:
             raise value_error("block", f"blocks of a matrix {shape} as torch.chunk cuts it", [size[:2] for size in sizes])
         with stage("ProcessGrid.gather", self.group), torch.no_grad():
             found = DTensor.from_local(
-                block.detach().contiguous(), self._mesh, PLACEMENTS, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+                block.detach().contiguous(), self.mesh, PLACEMENTS, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
             )
             return found.full_tensor()
 
@@ -237,8 +206,8 @@ class ProcessGrid:
         with refused_by_all(self):
             if not isinstance(matrix, Tensor):
                 raise type_error(name, "a torch tensor", type_name(matrix))
-            if matrix.ndim != 2 or matrix.device != self._device:
-                raise value_error(name, f"a matrix on the grid's device {self._device}", f"{tuple(matrix.shape)} on {matrix.device}")
+            if matrix.ndim != 2 or matrix.device != self.device:
+                raise value_error(name, f"a matrix on the grid's device {self.device}", f"{tuple(matrix.shape)} on {matrix.device}")
         description = {"call": f"ProcessGrid.{call}", f"dtype of {name}": str(matrix.dtype)}
         return agree(self, description | ({f"shape of {name}": list(matrix.shape)} if same_shape else {}), local=tuple(matrix.shape))
 
@@ -281,13 +250,13 @@ class ProcessGrid:
         return self
 
     def __repr__(self) -> str:
-        rows, cols = self._shape
-        return f"ProcessGrid({rows} x {cols}, {rank_text(self._ranks)}, this is ({self.row}, {self.col}) on {self._device})"
+        rows, cols = self.shape
+        return f"ProcessGrid({rows} x {cols}, {rank_text(self.ranks)}, this is ({self.row}, {self.col}) on {self.device})"
 
 
 # Grids of the same ranks and shape share their groups: communicators are slow to make and hold memory.
 _made: dict[Any, Any] = {}
-"""Controls by ranks, groups by ranks, shape and number, and grids by mesh: all of the default group of this time."""
+"""Controls by ranks, groups by ranks, shape and number, grids by mesh, and slots: all of the default group of this time."""
 _made_in: Any = None
 
 
@@ -298,7 +267,7 @@ def forget_groups() -> None:
     _made_in = None
 
 
-def _kept(key: Any, make: Callable[[], Any], is_good: Callable[[Any], bool] = lambda _: True) -> Any:
+def kept(key: Any, make: Callable[[], Any], is_good: Callable[[Any], bool] = lambda _: True) -> Any:
     """What is made once for a default group, or again where it is not good any more; forgotten with the group."""
     global _made_in
     if _made_in is not dist.group.WORLD:
@@ -321,7 +290,7 @@ def _groups(grid: ProcessGrid, shape: tuple[int, int] | None, private: int = 0) 
             _level(grid)
             return tuple(_new_group(m) for m in members)
 
-    found: tuple[dist.ProcessGroup, ...] = _kept((grid.ranks, shape, private), make)
+    found: tuple[dist.ProcessGroup, ...] = kept((grid.ranks, shape, private), make)
     return found
 
 
@@ -460,5 +429,5 @@ def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
 
 def grid_of(mesh: DeviceMesh) -> ProcessGrid:
     """The grid of a mesh, made when one like it is first seen: a slice of a mesh is another object each time."""
-    found: ProcessGrid = _kept(mesh, lambda: ProcessGrid(mesh), lambda grid: not grid._closed)
+    found: ProcessGrid = kept(mesh, lambda: ProcessGrid(mesh), lambda grid: not grid._closed)
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.distributed.agreement import refuse, refused_by_all
-from fastkron_py.distributed.api import Call, multiply, shape_texts
+from fastkron_py.distributed.api import Call, multiply
 from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
 from fastkron_py.distributed.product import KroneckerProduct
@@ -41,6 +41,11 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         masses: a mass matrix ``[P_i, P_i]``, or an integer, for each factor; None for identities.
         grid: the ranks; None makes a grid of all of them, one row each.
         reduction: over the grid's ranks, of gradients that factors and masses have from blocks, as in `kron_matmul`: "sum", or "mean".
+
+    Attributes:
+        local: the same operator on whole matrices of this rank alone; it has every method of `fastkron_py.KroneckerSum`.
+        grid: the ranks.
+        reduction: as given.
 
     Raises:
         TypeError: not a sequence, or factors and masses that are not torch tensors or have different dtypes.
@@ -75,13 +80,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
     @property
     def masses(self) -> tuple[Tensor | int, ...] | None:
         """The mass matrices as they were given, or None."""
-        return self._local.masses
-
-    def _shapes(self) -> dict[str, Any]:
-        return super()._shapes() | {"shapes of masses": shape_texts(self.masses or ())}
-
-    def _named(self) -> list[tuple[str, Any]]:
-        return [*super()._named(), *[(f"masses[{i}]", m) for i, m in enumerate(self.masses or ())]]
+        return self.local.masses
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Factors and masses, identities among them as matrices."""
@@ -93,8 +92,8 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
     def _multiply(self, x: Any, left: bool) -> Any:
         if isinstance(x, GridOperator):
             expected = "a block or a DTensor: a Kronecker sum times an operator is neither a sum nor a product"
-            refuse(self._grid, type_error("x", expected, type_name(x)))
-        return _sum_matmul(self.factors, self.masses or (), x, left, self._grid, self._reduction)
+            refuse(self.grid, type_error("x", expected, type_name(x)))
+        return _sum_matmul(self.factors, self.masses or (), x, left, self.grid, self.reduction)
 
     def add_diagonal(self, s: Any) -> KroneckerSum:
         """``S + s * I``, or with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as `fastkron_py.KroneckerSum.add_diagonal`.
@@ -102,7 +101,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         Args:
             s: number or 0-dimensional tensor, the same on every rank.
         """
-        return self._like(self._local.add_diagonal(s))
+        return self._like(self.local.add_diagonal(s))
 
     # ---- exponentials ---------------------------------------------------------------------------
 
@@ -116,8 +115,8 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             TypeError: t is of another type, or float16 or bfloat16 factors.
             ValueError: t is not finite, or the sum has mass matrices.
         """
-        made = LocalKroneckerProduct(self._first("expm", lambda s, t: s.expm(t).factors, t))
-        return KroneckerProduct._of(made, self._grid, self._reduction)
+        made = LocalKroneckerProduct(self._of_first("expm", lambda s, t: s.expm(t).factors, t))
+        return KroneckerProduct._of(made, self.grid, self.reduction)
 
     def expm_multiply(self, x: Any, t: Any = 1.0) -> Any:
         """``exp(t * S) @ x``, as `expm` and a product.
@@ -153,7 +152,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             return s._eigenpairs(arrays[: len(s.factors)], arrays[len(s.factors) :])
 
         rows, vectors = self._rows_and_vectors(pairs, torch.add)
-        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), self._grid, self._reduction))
+        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), self.grid, self.reduction))
 
     # ---- solves and determinants ------------------------------------------------------------------
 
@@ -175,13 +174,13 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             ValueError: b does not fit, or a symmetric mass is not positive definite.
             torch.linalg.LinAlgError: S is singular but for rounding. Every rank raises each of these.
         """
-        grid = grid_of_call(b, self._grid)
+        grid = grid_of_call(b, self.grid)
         with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
         factors, masses = self._pairs()
-        basis = self._basis("solve", grid, block)
+        basis = self._basis("solve", block)
         share = GridShare(grid, of_rows=True)
-        system = _System(len(factors), grid, self._reduction)
+        system = _System(len(factors), grid, self.reduction)
         diagonal = combined(basis.values, True, None, share)
         x = solve_by_basis(system, block, [*factors, *masses], basis, diagonal, "factors", share)
         return as_operand(x, b, b.shape)
@@ -194,9 +193,9 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             ValueError: a symmetric mass is not positive definite.
             torch.linalg.LinAlgError: a mass is singular. Every rank raises each of these.
         """
-        grid = self._grid
+        grid = self.grid
         factors, masses = self._pairs()
-        basis = self._basis("slogdet", grid)
+        basis = self._basis("slogdet")
         share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):
             return SlogDet(*slogdet(factors, masses, None, True, basis, "masses", share))

@@ -18,8 +18,9 @@ from typing import Final, NamedTuple
 
 Offsets = tuple[int, ...]
 
-# Whole rows of the matrix [Q, S] are one rectangle a pair, parts of rows up to three: worth this much imbalance.
-WHOLE_ROWS_IMBALANCE: Final = 1.05
+TO_ROWS: Final = "columns to rows"
+TO_COLUMNS: Final = "rows to columns"
+TO_SLICES: Final = "blocks to whole slices"
 
 
 def chunk_offsets(size: int, parts: int) -> Offsets:
@@ -48,16 +49,9 @@ def align_to(offsets: Offsets, unit: int) -> Offsets:
     return tuple((o + unit // 2) // unit * unit for o in offsets)
 
 
-def stage_offsets(rows: int, columns: int, unit: int, parts: int) -> Offsets:
-    """A distribution of a row-major matrix [rows, columns] for a stage with slices of width unit, which divides columns.
-
-    By whole rows where that is balanced well enough, else by slices.
-    """
-    slices = rows * columns // unit
-    most_rows, most_slices = -(-rows // parts) * columns, -(-slices // parts) * unit
-    if most_rows <= WHOLE_ROWS_IMBALANCE * most_slices:
-        return tuple(columns * o for o in even_offsets(rows, parts))
-    return tuple(unit * o for o in even_offsets(slices, parts))
+def slice_offsets(size: int, unit: int, parts: int) -> Offsets:
+    """A distribution of columns by slices of this width, of which all ranks have as many but for one."""
+    return tuple(unit * o for o in even_offsets(size // unit, parts))
 
 
 class Rectangle(NamedTuple):
@@ -146,11 +140,6 @@ class Exchange:
         return even and self.rows % self.ranks == 0 and self.target == tuple(block * i for i in range(self.ranks + 1))
 
     @cached_property
-    def straight(self) -> bool:
-        """Whether a rank's message lies in its block in the order in which it is sent: whole rows, one after the other."""
-        return not self.transposed and aligned(self.target, self.columns)
-
-    @cached_property
     def idle(self) -> bool:
         """Whether nothing has to move: every rank keeps all that it has."""
         return all(self.size(r, r) == self.source_size(r) for r in range(self.ranks))
@@ -181,6 +170,11 @@ class Leg(NamedTuple):
     rows: int
     back: bool = False
 
+    @property
+    def is_straight(self) -> bool:
+        """Whether the parts of a block lie at its source in the order in which they are sent: whole rows, one after the other."""
+        return self.rows == 1 and not self.exchange.transposed and aligned(self.exchange.target, self.exchange.columns)
+
     def held(self, rank: int) -> int:
         """Elements that a rank has before."""
         return self.rows * (self.exchange.target_size(rank) if self.back else self.exchange.source_size(rank))
@@ -188,6 +182,10 @@ class Leg(NamedTuple):
     def gets(self, rank: int) -> int:
         """Elements that a rank has afterwards."""
         return self.rows * (self.exchange.source_size(rank) if self.back else self.exchange.target_size(rank))
+
+    def sizes(self, rank: int, outgoing: bool) -> list[int]:
+        """Elements that a rank sends each rank, or gets from each."""
+        return [self.rows * size for size in self.exchange.sizes(rank, outgoing != self.back)]
 
     def size(self, sender: int, receiver: int) -> int:
         """Elements from a sender to a receiver."""
@@ -200,26 +198,6 @@ class Leg(NamedTuple):
     def messages(self, rank: int) -> int:
         """The number of other ranks that it sends something."""
         return sum(peer != rank and self.size(rank, peer) > 0 for peer in range(self.exchange.ranks))
-
-
-@lru_cache(maxsize=1024)
-def by_rows(m: int, inner: int, outer: int, parts: int) -> tuple[Exchange, Exchange]:
-    """The other way to multiply m rows that ranks hold in columns: give each rank some whole rows, and take the results back.
-
-    Args:
-        m: rows, of all ranks together.
-        inner: columns of x.
-        outer: columns of the result.
-        parts: how many ranks.
-
-    Returns:
-        The exchange to whole rows, and the one that, carried out from its target to its source, brings the result to columns.
-    """
-    rows = even_offsets(m, parts)
-    return (
-        Exchange(m, inner, chunk_offsets(inner, parts), tuple(inner * r for r in rows), transposed=False),
-        Exchange(m, outer, chunk_offsets(outer, parts), tuple(outer * r for r in rows), transposed=False),
-    )
 
 
 def chunk_rows(m: int, chunks: int, unit: int) -> list[int]:
@@ -237,33 +215,62 @@ def chunk_rows(m: int, chunks: int, unit: int) -> list[int]:
     return widths(tuple(min(m, unit * o) for o in offsets))
 
 
-class Stage(NamedTuple):
-    """Factors start to stop, multiplied on every rank by itself; the last stage of a product has the first factors."""
+class Step(NamedTuple):
+    """A multiply on every rank, an exchange, or both.
 
+    Attributes:
+        name: in printed plans and in errors.
+        start: first factor that is multiplied.
+        stop: one past the last; start where blocks are only exchanged.
+        p: columns of a slice before the multiply.
+        q: and after it.
+        offsets: in columns of the operand.
+        leg: the exchange that follows; None where one rank holds whole rows, or whole slices beside an identity.
+    """
+
+    name: str
     start: int
     stop: int
-    p: int  # width of a slice before
-    q: int  # and after
-    slices: int  # of all ranks together
-    offsets: Offsets  # in columns of the operand
-    exchange: Exchange | None  # that follows; None where one rank holds whole rows, or whole slices beside an identity
-
-
-class Way(NamedTuple):
-    """The schedule of one row of x: an exchange to whole slices where needed, then the stages."""
-
-    first: Exchange | None
-    stages: tuple[Stage, ...]
+    p: int
+    q: int
+    offsets: Offsets
+    leg: Leg | None
 
     @property
-    def exchanges(self) -> list[Exchange]:
-        """All exchanges in order."""
-        return ([] if self.first is None else [self.first]) + [s.exchange for s in self.stages if s.exchange is not None]
+    def multiplies(self) -> bool:
+        """Whether there are factors to multiply by."""
+        return self.start < self.stop
+
+    @property
+    def busiest(self) -> int:
+        """The position in a row group of the rank that sends most."""
+        return 0 if self.leg is None else max(range(self.leg.exchange.ranks), key=self.leg.sent)
 
 
 @lru_cache(maxsize=1024)
-def way(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int, identity_first: bool = False) -> Way:
-    """Lay out the stages of a product whose columns are spread over ranks.
+def by_rows(m: int, inner: int, outer: int, parts: int, factors: int) -> list[Step]:
+    """The steps of m rows that ranks hold in columns: each rank is given some whole rows, multiplies them, and the results go back.
+
+    Args:
+        m: rows, of all ranks together.
+        inner: columns of x.
+        outer: columns of the result.
+        parts: how many ranks.
+        factors: their number.
+    """
+    rows, given = even_offsets(m, parts), chunk_offsets(inner, parts)
+    there = Exchange(m, inner, given, tuple(inner * r for r in rows), transposed=False)
+    back = Exchange(m, outer, chunk_offsets(outer, parts), tuple(outer * r for r in rows), transposed=False)
+    whole = (0,) * parts + (inner,)
+    return [
+        Step(TO_ROWS, 0, 0, 1, 1, given, Leg(there, 1)),
+        Step(TO_COLUMNS, 0, factors, inner, outer, whole, Leg(back, 1, back=True)),
+    ]
+
+
+@lru_cache(maxsize=1024)
+def by_stages(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int, identity_first: bool = False) -> list[Step]:
+    """The steps of one row of x whose columns are spread over ranks: an exchange to whole slices where needed, then the stages.
 
     Args:
         ps: rows of the factors, all positive; a tuple.
@@ -277,31 +284,27 @@ def way(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int, i
     cuts = (len(ps),) if parts == 1 else cuts
     done, left = 1, math.prod(ps)
     offsets = chunk_offsets(left, parts)
-    stop, first, stages = len(ps), None, []
-    bounds = []
-    for count in cuts:
-        bounds.append((stop - count, stop))
-        stop -= count
-    for i, (start, stop) in enumerate(bounds):
+    stop, found = len(ps), []
+    for i, count in enumerate(cuts):
+        start = stop - count
         p, q = math.prod(ps[start:stop]), math.prod(qs[start:stop])
         if i == 0 and not aligned(offsets, p):
             given, offsets = offsets, align_to(offsets, p)
-            first = Exchange(1, left, given, offsets)
+            found.append(Step(TO_SLICES, 0, 0, 1, 1, given, Leg(Exchange(1, left, given, offsets), 1)))
         slices = done * left // p
         done, left = done * q, left // p
         source = tuple(o // p for o in offsets)
-        if i + 1 < len(bounds):
-            following = math.prod(ps[bounds[i + 1][0] : bounds[i + 1][1]])
-            target = stage_offsets(q, slices, following, parts)
+        if start > 0:
+            target = slice_offsets(q * slices, math.prod(ps[start - cuts[i + 1] : start]), parts)
         else:
             target = chunk_offsets(q * slices, parts)
-        exchange = Exchange(q, slices, source, target) if parts > 1 else None
-        stages.append(Stage(start, stop, p, q, slices, offsets, exchange))
-        offsets = target
-    return Way(first, tuple(stages))
+        leg = Leg(Exchange(q, slices, source, target), 1) if parts > 1 else None
+        found.append(Step(f"stage {i + 1} of {len(cuts)}", start, stop, p, q, offsets, leg))
+        stop, offsets = start, target
+    return found
 
 
-def _slice_by_slice(ps: Sequence[int], qs: Sequence[int], parts: int) -> Way:
+def _slice_by_slice(ps: Sequence[int], qs: Sequence[int], parts: int) -> list[Step]:
     """One stage of a product whose first factor is an identity: slices of the other factors are whole on a rank, and keep their order.
 
     Nothing is exchanged where blocks of torch.chunk are whole slices; else parts of slices move between neighbours.
@@ -309,6 +312,7 @@ def _slice_by_slice(ps: Sequence[int], qs: Sequence[int], parts: int) -> Way:
     slices, p, q = ps[0], math.prod(ps[1:]), math.prod(qs[1:])
     given = chunk_offsets(slices * p, parts)
     offsets = align_to(given, p)
-    first = None if offsets == given else Exchange(1, slices * p, given, offsets, transposed=False)
+    first = [] if offsets == given else [Leg(Exchange(1, slices * p, given, offsets, transposed=False), 1)]
     back = Exchange(1, slices * q, tuple([o // p * q for o in offsets]), chunk_offsets(slices * q, parts), transposed=False)
-    return Way(first, (Stage(1, len(ps), p, q, slices, offsets, None if first is None and back.idle else back),))
+    leg = Leg(back, 1) if first or not back.idle else None
+    return [*[Step(TO_SLICES, 0, 0, 1, 1, given, f) for f in first], Step("stage 1 of 1", 1, len(ps), p, q, offsets, leg)]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.distributed.failures import check_plain
-from fastkron_py.distributed.layout import Exchange, Stage, by_rows, chunk_offsets, widths
+from fastkron_py.distributed.layout import Leg, chunk_offsets, widths
 from fastkron_py.distributed.plan import Plan, plan
 from fastkron_py.distributed.replicated import tied
 from fastkron_py.distributed.transport.copies import copy
@@ -95,10 +95,9 @@ class Pipeline:
         out = None if len(sizes) == 1 else x.new_empty(m * width)
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
         last: list[tuple[Transfer, Tensor]] = []
-        steps = self._by_rows if self.plan.by_rows else self._by_stages
 
         def work(part: Tensor, chunk: str, place: Tensor | None) -> Work:
-            transfer, token = yield from steps(part, chunk, place)
+            transfer, token = yield from self._steps(part, chunk, place)
             last.append((transfer, token))
             if place is not None:  # each chunk is written to its place on arrival
                 yield
@@ -113,7 +112,7 @@ class Pipeline:
         """Columns of this rank's block of the result."""
         return widths(chunk_offsets(self.plan.problem.columns[1], self.row_group.size))[self.row_group.position]
 
-    def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None) -> Steps:
+    def _steps(self, x: Tensor, chunk: str, out: Tensor | None) -> Steps:
         """All that happens to some rows; pauses while an exchange is under way.
 
         Args:
@@ -124,46 +123,24 @@ class Pipeline:
         Returns:
             The last exchange, which has begun, and its token.
         """
-        way, rows, block = self.plan.way, x.shape[0], x.reshape(-1)
-        if way.first is not None:
-            transfer = self._transfer(way.first, rows, "blocks to whole slices" + chunk)
+        steps, block = self.plan.steps_of(len(x)), x.reshape(-1)
+        products = [self.factors[step.start : step.stop] for step in steps]
+        has_matrices = [any([isinstance(f, Tensor) for f in factors]) for factors in products]
+        scaled = max([i for i, has in enumerate(has_matrices) if has], default=len(steps) - 1)
+        for i, step in enumerate(steps):
+            transfer = Transfer(cast(Leg, step.leg), self.row_group, f"{self.name}: {step.name}{chunk}")
+            # No name holds an operand or a product while it is exchanged: memory is for the next chunk.
+            if has_matrices[i] or i == scaled:  # slices are rows of a product that needs no other rank
+                rows, alpha = block.view(block.numel() // step.p, step.p), self.alpha if i == scaled else 1.0
+                block = self._multiply(rows, products[i], alpha).view(-1)
+                del rows
+            if i + 1 == len(steps):
+                transfer.into = out
+                return transfer, start(block, transfer)
             block = start(block, transfer)
             yield
             block = finish([transfer], [block])
-        count = len(way.stages)
-        scaled = max(i for i, s in enumerate(way.stages) if self._has_matrices(s))
-        for i, stage in enumerate(way.stages):
-            if stage.exchange is None:
-                raise ValueError("a pipeline is for two ranks or more")
-            transfer = self._transfer(stage.exchange, rows, f"stage {i + 1} of {count}" + chunk)
-            # No name holds an operand or a product while it is exchanged: memory is for the next chunk.
-            if self._has_matrices(stage):  # slices are rows of a product that needs no other rank
-                own, alpha = self.factors[stage.start : stage.stop], self.alpha if i == scaled else 1.0
-                block = self._multiply(block.view(block.numel() // stage.p, stage.p), own, alpha).view(-1)
-            block = start(block, transfer)
-            if i + 1 < count:
-                yield
-                block = finish([transfer], [block])
-        return transfer, block
-
-    def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None) -> Steps:
-        """The same by whole rows, a share of them on each rank."""
-        inner, outer = self.plan.problem.columns
-        there, back = by_rows(x.shape[0], inner, outer, self.row_group.size)
-        arriving = self._transfer(there, 1, "columns to rows" + chunk)
-        block = start(x.reshape(-1), arriving)
-        yield
-        block = self._multiply(finish([arriving], [block]).view(-1, inner), self.factors, self.alpha).view(-1)
-        transfer = self._transfer(back, 1, "rows to columns" + chunk, back=True)
-        transfer.into = out
-        block = start(block, transfer)
-        return transfer, block
-
-    def _transfer(self, exchange: Exchange, rows: int, label: str, back: bool = False) -> Transfer:
-        return Transfer(exchange, self.row_group, rows, f"{self.name}: {label}", back)
-
-    def _has_matrices(self, stage: Stage) -> bool:
-        return any([isinstance(f, Tensor) for f in self.factors[stage.start : stage.stop]])
+        raise ValueError("a pipeline is for two ranks or more")
 
     def _multiply(self, x: Tensor, factors: Sequence[Tensor | int], alpha: Any) -> Tensor:
         x, alpha, *factors = tied((x, alpha, *factors))

@@ -13,11 +13,11 @@ import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 
-from fastkron_py.distributed.layout import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
+from fastkron_py.distributed.layout import Leg, Step, by_rows, by_stages, chunk_offsets, chunk_rows, widths
 from fastkron_py.kron.modes import merged
 from fastkron_py.runtime.checks import DTYPES, check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -177,23 +177,6 @@ TRANSPORTS: Final[dict[str, Transport]] = {}
 """Transports by name. `fastkron_py.distributed.transport` fills it."""
 
 
-class Step(NamedTuple):
-    """An exchange with the multiply before it.
-
-    Attributes:
-        factors: first factor and one past the last, which are multiplied; None where blocks are only exchanged.
-        leg: the exchange that follows, of all rows of a row group; None without.
-    """
-
-    factors: tuple[int, int] | None
-    leg: Leg | None
-
-    @property
-    def busiest(self) -> int:
-        """The position in a row group of the rank that sends most."""
-        return 0 if self.leg is None else max(range(self.leg.exchange.ranks), key=self.leg.sent)
-
-
 @dataclass(frozen=True)
 class Plan:
     """How a grid of ranks multiplies. Made by `plan`; `str` gives a table.
@@ -249,15 +232,10 @@ class Plan:
         """The argument with which `plan` chooses these stages again."""
         return self.cuts or BY_ROWS
 
-    @cached_property
-    def way(self) -> Way:
-        """The stages in detail, where there are stages."""
-        return way(self.problem.inner, self.problem.outer, self.cuts, self.parts, self.problem.identity_first)
-
     @property
     def is_local(self) -> bool:
         """Whether no rank needs another's part of x: rows are whole, or blocks are whole slices beside an identity that comes first."""
-        return not self.by_rows and not self.way.exchanges
+        return not self.by_rows and all(step.leg is None for step in self._stages)
 
     def chunk_rows(self, rows: int) -> list[int]:
         """How a row group's rows are cut into chunks."""
@@ -269,19 +247,23 @@ class Plan:
 
     def _legs(self, rows: int) -> list[Leg]:
         """Every exchange of some rows, in order."""
-        if not self.by_rows:
-            return [Leg(e, rows) for e in self.way.exchanges]
-        there, back = by_rows(rows, *self.problem.columns, self.parts)
-        return [Leg(there, 1), Leg(back, 1, back=True)]
+        return [step.leg for step in self.steps_of(rows) if step.leg is not None]
 
     @property
     def steps(self) -> list[Step]:
         """An exchange to whole slices or to rows where one is needed, then the stages; of the row group that has most rows."""
-        legs = iter(self._legs(self.rows(0)))
+        return self.steps_of(self.rows(0))
+
+    def steps_of(self, rows: int) -> list[Step]:
+        """The same of some rows."""
         if self.by_rows:
-            return [Step(None, next(legs)), Step((0, len(self.problem.ps)), next(legs))]
-        found = [] if self.way.first is None else [Step(None, next(legs))]
-        return found + [Step((s.start, s.stop), None if s.exchange is None else next(legs)) for s in self.way.stages]
+            return by_rows(rows, *self.problem.columns, self.parts, len(self.problem.ps))
+        return [step._replace(leg=step.leg and step.leg._replace(rows=rows)) for step in self._stages]
+
+    @property
+    def _stages(self) -> list[Step]:
+        """The steps of one row by stages."""
+        return by_stages(self.problem.inner, self.problem.outer, self.cuts, self.parts, self.problem.identity_first)
 
     def place(self, rank: int) -> tuple[int, int]:
         """A rank's (row group, position in it): the ranks of a row group exchange with each other."""
@@ -299,8 +281,9 @@ class Plan:
 
     def most_elements_of(self, rows: int) -> int:
         """The same of a row group that has this number of rows."""
-        legs = self._legs(max(self.chunk_rows(rows)))
-        return max(max(leg.held(r), leg.gets(r)) for leg in legs for r in range(self.parts))
+        most = max(self.chunk_rows(rows))
+        sizes = [size(rank) for leg in self._legs(most) for size in (leg.held, leg.gets) for rank in range(self.parts)]
+        return max(sizes, default=most * max([max(widths(chunk_offsets(n, self.parts))) for n in self.problem.columns]))
 
     @property
     def bytes_total(self) -> int:
@@ -316,21 +299,11 @@ class Plan:
     def peak_memory(self) -> int:
         """Bytes of the rank that needs most: x, the result and buffers; with gradients also theirs, and the saved operands."""
         problem, rows, parts = self.problem, self.rows(0), self.parts
-        inner, outer = problem.columns
-        blocks = sum([max(widths(chunk_offsets(n, parts))) for n in (inner, outer)])
-        sizes = self.chunk_rows(rows)
-        chunk = max(sizes)
-        if self.by_rows:
-            buffer = max(max(widths(chunk_offsets(n, parts))) * chunk for n in (inner, outer))
-            buffer = max(buffer, -(-chunk // parts) * max(inner, outer))
-            saved = inner * -(-rows // parts)
-        else:
-            operands = [max(widths(s.offsets)) for s in self.way.stages]
-            buffer = chunk * max(*operands, *[max(widths(s.offsets)) // s.p * s.q for s in self.way.stages])
-            saved = rows * sum(operands if self.way.first else operands[1:])
-        total = rows * blocks + BUFFERS[min(len(sizes), len(BUFFERS)) - 1] * buffer
+        blocks = sum([max(widths(chunk_offsets(n, parts))) for n in problem.columns])
+        total = rows * blocks + BUFFERS[min(len(self.chunk_rows(rows)), len(BUFFERS)) - 1] * self.most_elements
         matrices = sum([p * q for i, (p, q) in enumerate(zip(problem.ps, problem.qs, strict=True)) if i not in problem.identities])
-        if problem.gradients:
+        if problem.gradients:  # operands that have arrived are saved
+            saved = sum([max([leg.gets(rank) for rank in range(parts)]) for leg in self._legs(rows)[:-1]])
             total, matrices = total + rows * blocks + saved, 2 * matrices
         if not self.is_local and (self.is_taken_over or not self.transport_model.multiplies):
             total += self.transport_model.slots * self.most_elements
@@ -471,7 +444,7 @@ def _stages(problem: Problem, grid: tuple[int, int]) -> list[tuple[int, ...]]:
         return [(count,)]
     if count == 1:
         return [()]
-    return [(), _two_stages(problem, parts)] if rows >= parts else [_two_stages(problem, parts)]
+    return [*[()] * (rows >= parts), _two_stages(problem, parts)]
 
 
 def _two_stages(problem: Problem, parts: int) -> tuple[int, int]:
@@ -528,11 +501,7 @@ def factors_text(problem: Problem, start: int = 0, stop: int | None = None) -> s
 def _table(plan: Plan) -> str:
     """The plan in lines: the problem, one row for each step, totals."""
     p = plan.problem
-    rows = [("step", "factors", "sent per rank", "messages")]
-    stage = 0
-    for step in plan.steps:
-        stage += step.factors is not None
-        rows.append(_row(plan, step, stage))
+    rows = [("step", "factors", "sent per rank", "messages"), *[_row(plan, step) for step in plan.steps]]
     sizes = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     form = "K @ x, M" if p.left else "x @ K, M"
     chunks = f"{plan.chunks} chunks of rows" if plan.chunks > 1 else "one chunk of rows"
@@ -547,11 +516,10 @@ def _table(plan: Plan) -> str:
     )
 
 
-def _row(plan: Plan, step: Step, stage: int) -> tuple[str, str, str, str]:
-    name = ("product" if plan.by_rows else f"stage {stage}") if step.factors else ("to rows" if plan.by_rows else "align")
-    factors = factors_text(plan.problem, *step.factors) if step.factors else "-"
+def _row(plan: Plan, step: Step) -> tuple[str, str, str, str]:
+    factors = factors_text(plan.problem, step.start, step.stop) if step.multiplies else "-"
     if step.leg is None:
-        return name, factors, "-", "-"
+        return step.name, factors, "-", "-"
     rank = step.busiest
     times = f" x {plan.chunks}" if plan.chunks > 1 else ""
-    return name, factors, amount(step.leg.sent(rank) * plan.problem.dtype.itemsize, "B"), f"{step.leg.messages(rank)}{times}"
+    return step.name, factors, amount(step.leg.sent(rank) * plan.problem.dtype.itemsize, "B"), f"{step.leg.messages(rank)}{times}"

@@ -14,16 +14,17 @@ from fastkron_py.distributed.api import Call, kron_matmul_left, multiply
 from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call
 from fastkron_py.distributed.operator import GridOperator, checked_arrays, on_one_rank
 from fastkron_py.distributed.replicated import Reduction, replicate
-from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, right_hand_block, rows_of
+from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, right_hand_block
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
 from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, matrices, per_factor
-from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
+from fastkron_py.kron.operators.cg import Convergence
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, combined
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
-from fastkron_py.kron.operators.shifted import EQUAL, IterativeSystem, Shifted, check_real, slogdet
+from fastkron_py.kron.operators.shifted import IterativeSystem, Shifted, check_real, slogdet
+from fastkron_py.kron.operators.solvable import Iterations
 from fastkron_py.kron.operators.spectral import ProductSystem
 from fastkron_py.kron.operators.spectral import solve as solve_by_basis
 from fastkron_py.runtime.eager import without_autocast
@@ -43,6 +44,11 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             the identity I_n, which takes no memory and no work; one factor at least is a matrix.
         grid: the ranks; None makes a grid of all of them, one row each.
         reduction: over the grid's ranks, of gradients that factors and s have from blocks, as in `kron_matmul`: "sum", or "mean".
+
+    Attributes:
+        local: the same operator on whole matrices of this rank alone; it has every method of `fastkron_py.KroneckerProduct`.
+        grid: the ranks.
+        reduction: as given.
 
     Raises:
         TypeError: not a sequence, or factors that are not torch tensors or have different dtypes.
@@ -66,43 +72,47 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     def inverse(self) -> KroneckerProduct:
         """The inverse, as `fastkron_py.KroneckerProduct.inverse`."""
-        return self._like(LocalKroneckerProduct(self._first("inverse", lambda k: k.inverse().factors)))
+        return self._factorwise("inverse")
 
     def cholesky(self) -> KroneckerProduct:
         """The lower triangular L of ``K = L @ L.mH``, as `fastkron_py.KroneckerProduct.cholesky`."""
-        return self._like(LocalKroneckerProduct(self._first("cholesky", lambda k: k.cholesky().factors)))
+        return self._factorwise("cholesky")
 
     def matrix_power(self, n: int) -> KroneckerProduct:
         """``K @ K @ ...``, as `fastkron_py.KroneckerProduct.matrix_power`."""
-        return self._like(LocalKroneckerProduct(self._first("matrix_power", lambda k, n: k.matrix_power(n).factors, n)))
+        return self._factorwise("matrix_power", n)
+
+    def _factorwise(self, name: str, *options: Any) -> KroneckerProduct:
+        """The operator that a method of this name makes on the first rank."""
+        return self._with(self._of_first(name, lambda k, *given: getattr(k, name)(*given).factors, *options))
 
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
         """``self (x) other``: an operator of both's factors, on this one's grid and with its reduction."""
         if not isinstance(other, KroneckerProduct):
             raise type_error("other", "a distributed KroneckerProduct", type_name(other))
-        return self._like(self._local.kron(other._local))
+        return self._like(self.local.kron(other.local))
 
     # ---- products -----------------------------------------------------------------------------
 
     def _multiply(self, x: Any, left: bool) -> Any:
         if isinstance(x, KroneckerProduct):
-            return self._like(self._local @ x._local if left else x._local @ self._local)
-        call = Call(x, self.factors, reduction=self._reduction, left=left)
-        return multiply(call, self._grid)
+            return self._like(self.local @ x.local if left else x.local @ self.local)
+        call = Call(x, self.factors, reduction=self.reduction, left=left)
+        return multiply(call, self.grid)
 
     # ---- numbers, the same on every rank --------------------------------------------------------
 
     def slogdet(self) -> SlogDet:
         """Sign of the determinant and log of its absolute value, as `fastkron_py.KroneckerProduct.slogdet`."""
-        return SlogDet(*self._first("slogdet", lambda k: k.slogdet()))
+        return SlogDet(*self._of_first("slogdet", lambda k: k.slogdet()))
 
     def det(self) -> Any:
         """The determinant."""
-        return self._first("det", lambda k: [k.det()])[0]
+        return self._of_first("det", lambda k: [k.det()])[0]
 
     def norm(self, ord: Any = "fro") -> Any:
         """A matrix norm: ``"fro"``, ``"nuc"``, 2, 1 or inf."""
-        return self._first("norm", lambda k, ord: [k.norm(ord)], ord)[0]
+        return self._of_first("norm", lambda k, ord: [k.norm(ord)], ord)[0]
 
     def eigh(self) -> Eigh:
         """Eigenvalues and eigenvectors of Hermitian factors: ``K = V @ diag(values) @ V.mH``, as `fastkron_py.KroneckerProduct.eigh`.
@@ -141,12 +151,12 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             >>> rows, columns = grid.block((64, 4))
             >>> x = A.solve(torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device))
         """
-        with refused_by_all(self._grid):
+        with refused_by_all(self.grid):
             if (isinstance(s, Sequence) and not isinstance(s, str)) or getattr(s, "ndim", 0) != 0:
                 given = type_name(s) if isinstance(s, Sequence) else f"shape {tuple(s.shape)}"
                 raise value_error("s", f"one number over a grid ({on_one_rank('add_diagonal')})", given)
-            made = self._local.add_diagonal(s)
-        return KroneckerPlusDiagonal._of(made, self._grid, self._reduction)
+            made = self.local.add_diagonal(s)
+        return KroneckerPlusDiagonal._of(made, self.grid, self.reduction)
 
     # ---- solving --------------------------------------------------------------------------------
 
@@ -174,9 +184,6 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
     Names, results and errors are those of `fastkron_py.KroneckerProduct.add_diagonal`'s operators, on blocks. Eigenvectors, which solves
     and determinants go by, are the first rank's.
 
-    Attributes:
-        convergence: how the last solve by conjugate gradients ended, those of backward passes included; None before.
-
     Example:
         >>> from fastkron_py.distributed import KroneckerProduct, ProcessGrid
         >>> with ProcessGrid() as grid:
@@ -188,21 +195,23 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         True
     """
 
-    convergence: Convergence | None = None
+    @property
+    def convergence(self) -> Convergence | None:
+        """How the last solve by conjugate gradients ended, those of backward passes included; None before."""
+        return self.local.convergence
 
     @property
     def _shift(self) -> Any:
         """s, a number or a 0-dimensional tensor."""
-        return self._local._diagonals[0] if self._local._diagonals else self._local._number
+        return self.local._diagonals[0] if self.local._diagonals else self.local._number
 
     def _named(self) -> list[tuple[str, Any]]:
-        return [*super()._named(), ("s", self._shift)]
+        number = self.local._number
+        return super()._named() + ([] if number is None else [("s", number)])
 
     def _system(self) -> tuple[Shifted, GridProductSystem]:
-        first = matrices(self.factors)[0]
-        s = torch.as_tensor(self._shift, dtype=first.dtype, device=first.device).reshape(1)
-        shifted = Shifted(list(self.factors), [s], EQUAL)
-        return shifted, GridProductSystem(len(shifted.parameters) - 1, self._grid, self._reduction, self.factors)
+        shifted = self.local._shifted()
+        return shifted, GridProductSystem(len(shifted.parameters) - 1, self.grid, self.reduction, self.factors)
 
     def _values(self, shifted: Shifted, basis: Basis, share: Share) -> Tensor:
         """A rank's share of the eigenvalues."""
@@ -211,8 +220,8 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         return combined(values, False, shifted.shift.detach(), share)
 
     def _multiply(self, x: Any, left: bool) -> Any:
-        call = Call(x, self.factors, beta=self._shift, z=x, reduction=self._reduction, left=left)
-        return multiply(call, self._grid)
+        call = Call(x, self.factors, beta=self._shift, z=x, reduction=self.reduction, left=left)
+        return multiply(call, self.grid)
 
     def solve(
         self,
@@ -253,33 +262,31 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         Warns:
             RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual.
         """
-        grid = grid_of_call(b, self._grid)
+        grid = grid_of_call(b, self.grid)
         with refused_by_all(grid):
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
             check_linalg_dtype(self.factors, "solve")
-            stop = stopping(tolerance, max_iterations, progress, self.dtype)
-            if not callable(preconditioner) and not isinstance(preconditioner, bool):
-                raise type_error("preconditioner", "True, False or a function", type_name(preconditioner))
+            how = self.local._iterations(tolerance, max_iterations, preconditioner, progress)
             if mask is not None:
                 _check_mask(mask, grid, self.shape[0])
                 check_hermitian(matrices(self.factors), "conjugate gradients")
         if mask is not None:
-            return as_operand(self._iterated(grid, block, mask, stop, preconditioner), b, b.shape)
+            return as_operand(self._iterated(grid, block, mask, how), b, b.shape)
         shifted, system = self._system()
-        basis = self._basis("solve", grid, block)
+        basis = self._basis("solve", block)
         share = GridShare(grid, of_rows=True)
         x = solve_by_basis(system, block, shifted.parameters, basis, self._values(shifted, basis, share), "s", share)
         return as_operand(x, b, b.shape)
 
-    def _iterated(self, grid: ProcessGrid, b: Tensor, mask: Tensor, stop: Stopping, preconditioner: Any) -> Tensor:
+    def _iterated(self, grid: ProcessGrid, b: Tensor, mask: Tensor, how: Iterations) -> Tensor:
         """By conjugate gradients."""
         shifted, system = self._system()
-        kind = "a function" if callable(preconditioner) else preconditioner
-        options = {"mask": True, "tolerance": stop.tolerance, "max_iterations": stop.max_iterations, "preconditioner": kind}
+        kind = how.preconditioner if how.function is None else "a function"
+        options = {"mask": True, "tolerance": how.stop.tolerance, "max_iterations": how.stop.max_iterations, "preconditioner": kind}
         inside = mask[:, None]
         function: Callable[[Tensor], Tensor] | None
-        if preconditioner is True:
-            basis = self._basis("solve", grid, b, **options)
+        if how.preconditioner is True:
+            basis = self._basis("solve", b, **options)
             values = self._values(shifted, basis, GridShare(grid, of_rows=True))
 
             def inverse(r: Tensor) -> Tensor:
@@ -289,23 +296,20 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             function = inverse
         else:
             agree(grid, self._compared("solve", b, **options))
-            function = _guarded(preconditioner, grid) if callable(preconditioner) else None
+            function = how.function and _guarded(how.function, grid)
         check_real(shifted.diagonals, "conjugate gradients")
-        iterative = IterativeSystem(system, stop, inside, function, self._note, GridInner(grid))
+        iterative = IterativeSystem(system, how.stop, inside, function, how.note, GridInner(grid))
         return linear_solve(iterative, torch.where(inside, b, 0), shifted.parameters, [])  # NaN may stand for what is missing
 
     def eigh(self) -> Eigh:
         """Eigenvalues of this rank's rows, and eigenvectors, of Hermitian factors and a real s, as those of `KroneckerProduct.eigh`."""
-        product = KroneckerProduct._of(LocalKroneckerProduct(self.factors), self._grid, self._reduction)
+        product = KroneckerProduct._of(LocalKroneckerProduct(self.factors), self.grid, self.reduction)
         values, vectors = product.eigh()
         s = self._shift
         check_real([torch.as_tensor(s)], "eigh")
         if isinstance(s, Tensor) and torch.is_grad_enabled() and s.requires_grad:
-            (s,) = replicate([s], self._grid.group, self._grid.device, self._reduction)
+            (s,) = replicate([s], self.grid.group, self.grid.device, self.reduction)
         return Eigh(values + (s.real if isinstance(s, Tensor | complex) else s), vectors)
-
-    def _note(self, found: Convergence) -> None:
-        self.convergence = found
 
     def slogdet(self) -> SlogDet:
         """Sign (of complex factors: phase) of the determinant and log of its absolute value, from a part of the eigenvalues on each rank.
@@ -313,8 +317,8 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         Raises:
             TypeError: float16 or bfloat16 factors.
         """
-        grid, (shifted, _) = self._grid, self._system()
-        basis = self._basis("slogdet", grid)
+        grid, (shifted, _) = self.grid, self._system()
+        basis = self._basis("slogdet")
         share = GridShare(grid, of_rows=False)
         with without_autocast(grid.device):
             return SlogDet(*slogdet(shifted, basis, share))
@@ -368,6 +372,6 @@ def _guarded(function: Callable[[Tensor], Tensor], grid: ProcessGrid) -> Callabl
 def _check_mask(mask: Any, grid: ProcessGrid, size: int) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise type_error("mask", "a tensor of bool", mask.dtype if isinstance(mask, Tensor) else type_name(mask))
-    rows = rows_of(grid, size)
+    rows = grid.rows_of(size)
     if tuple(mask.shape) != (rows,) or mask.device != grid.device:
         raise value_error("mask", f"shape ({rows},), this rank's rows, on {grid.device}", f"{tuple(mask.shape)} on {mask.device}")

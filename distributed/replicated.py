@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_map_only
 from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.grid import ProcessGrid
-from fastkron_py.distributed.watch import note
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -71,7 +70,9 @@ class _Total(torch.autograd.Function):
         flat = torch.cat([p.to(device, dtype).reshape(-1) for p in parts])
         plain = torch.view_as_real(flat) if flat.is_complex() else flat
         if reduction == "first":
-            broadcast("values of the first rank", plain, group)
+            check_plain("values of the first rank", [plain])
+            with stage("values of the first rank", group, device):
+                dist.broadcast(plain, _ranks(group)[0], group)
         else:
             all_reduce(f"sum of the factors' gradients, {flat.nbytes / 1e6:.3g} MB with {rank_text(_ranks(group))}", plain, group)
         if reduction == "mean":
@@ -107,17 +108,8 @@ def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.Red
         CollectiveError: it failed; names the stage.
     """
     check_plain(name, [tensor])
-    with stage(name, group):
+    with stage(name, group, tensor.device):
         dist.all_reduce(tensor, op, group)
-    note(name, tensor.device)
-
-
-def broadcast(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Give every rank of a group the first one's tensor, in place. Errors as in `all_reduce`."""
-    check_plain(name, [tensor])
-    with stage(name, group):
-        dist.broadcast(tensor, _ranks(group)[0], group)
-    note(name, tensor.device)
 
 
 def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Callable[[], T]) -> T:

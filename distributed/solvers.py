@@ -137,13 +137,7 @@ def right_hand_block(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -
         raise type_error("b", f"the factors' dtype {dtype}", local.dtype)
     if local.device != grid.device:
         raise value_error("b", f"a tensor on the grid's device {grid.device}", local.device)
-    rows = rows_of(grid, size)
+    rows = grid.rows_of(size)
     if local.ndim != 2 or local.shape[0] != rows:
         raise value_error("b", f"a matrix with {rows} rows, block {grid.row} of {grid.shape[0]}", f"shape {tuple(local.shape)}")
     return local
-
-
-def rows_of(grid: ProcessGrid, size: int) -> int:
-    """The number of rows that this rank has."""
-    rows = grid.block((size, 1))[0]
-    return len(range(rows.start, rows.stop))

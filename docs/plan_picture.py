@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle as Patch
 
 from fastkron_py.distributed import Plan
-from fastkron_py.distributed.layout import Exchange, Leg, Rectangle
-from fastkron_py.distributed.plan import Step, factors_text
+from fastkron_py.distributed.layout import Exchange, Leg, Rectangle, Step
+from fastkron_py.distributed.plan import factors_text
 
 INK, MUTED = "#1f2933", "#7b8794"
 COLOURS: Final = ("#5b93c7", "#3fae8e", "#f2c47e", "#d98880", "#a58bc9", "#8fb6de", "#a5dcc4", "#e8d5a3")
@@ -35,11 +35,10 @@ def _draw(plan: Plan, axes: Any) -> None:
     shown = "x and the result" if plan.by_rows else "one row of x"
     title = f"{factors_text(p)} over {plan.parts} ranks that exchange: {shown}"
     axes.text(0.1, 0.35, title, fontsize=13, fontweight="bold", color=INK, va="center")
-    top, stage = 1.0, 0
+    top = 1.0
     for step in plan.steps:
         if step.leg is not None:
-            stage += step.factors is not None
-            _exchange(axes, top, step.leg, _title(plan, step, stage))
+            _exchange(axes, top, step.leg, _title(plan, step))
             top += 2.6
     text = f"Colour: the rank that had it before. Frame and number: the rank that holds it. Parts are {plan.transport_model.label}."
     axes.text(0.1, top + 0.05, text, fontsize=9, color=MUTED, va="center")
@@ -49,12 +48,11 @@ def _count(plan: Plan) -> int:
     return sum(step.leg is not None for step in plan.steps)
 
 
-def _title(plan: Plan, step: Step, stage: int) -> tuple[str, str]:
-    if step.factors is None:
+def _title(plan: Plan, step: Step) -> tuple[str, str]:
+    if not step.multiplies:
         return ("to whole rows", "of a row group") if plan.by_rows else ("to whole slices", "a little moves between neighbours")
-    start, stop = step.factors
-    name = "product, and back" if plan.by_rows else f"stage {stage}"
-    return name, f"multiply {factors_text(plan.problem, start, stop)}, then exchange"
+    name = "product, and back" if plan.by_rows else step.name.partition(" of ")[0]
+    return name, f"multiply {factors_text(plan.problem, step.start, step.stop)}, then exchange"
 
 
 def _exchange(axes: Any, top: float, leg: Leg, title: tuple[str, str]) -> None:

@@ -194,7 +194,7 @@ def multiply_only(chosen: Plan, grid: ProcessGrid, made: Made) -> Callable[[], A
     if chosen.by_rows:
         shapes = [(c * (position + 1) // chosen.parts - c * position // chosen.parts, width, made.factors) for c in chunks]
     else:
-        widths = [(s.offsets[position + 1] - s.offsets[position], s) for s in chosen.way.stages]
+        widths = [(s.offsets[position + 1] - s.offsets[position], s) for s in chosen.steps if s.multiplies]
         shapes = [(c * w // s.p, s.p, made.factors[s.start : s.stop]) for c in chunks for w, s in widths]
     most = max(m * k for m, k, _ in shapes)
     operand = torch.zeros(most, dtype=made.x.dtype, device=made.x.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -28,9 +27,10 @@ class Packed(Transport):
         going, coming = transfer.sizes(outgoing=True), transfer.sizes(outgoing=False)
         arrived = transfer.into if _lands_in_place(transfer) else None
         if arrived is None:
-            arrived = local.new_empty(transfer.rows * sum(coming))
+            arrived = local.new_empty(sum(coming))
         received, sent = plain(arrived), plain(parcel)
-        splits = _splits(coming, transfer.rows, parcel), _splits(going, transfer.rows, parcel)
+        times = 2 if parcel.is_complex() else 1
+        splits = [times * size for size in coming], [times * size for size in going]
         with transfer.stage(parcel):
             work = dist.all_to_all_single(received, sent, *splits, group=transfer.row_group.group, async_op=True)
         return Parcel(work, parcel, arrived)
@@ -63,9 +63,9 @@ class Parcel(NamedTuple):
 
 def pack(transfer: Transfer, local: Tensor) -> Tensor:
     """The parts of a block for the peers, one after the other: the block itself where it is in this order."""
-    if transfer.rows == 1 and transfer.exchange.straight and not transfer.back:
+    if transfer.leg.is_straight and not transfer.leg.back:
         return local
-    parcel = local.new_empty(transfer.rows * sum(transfer.sizes(outgoing=True)))
+    parcel = local.new_empty(sum(transfer.sizes(outgoing=True)))
     for part, view in _pairs(transfer, parcel, local, outgoing=True):
         copy(part, view)
     return parcel
@@ -79,13 +79,13 @@ def unpack(transfer: Transfer, arrived: Tensor, out: Tensor) -> None:
 
 def _lands_in_place(transfer: Transfer) -> bool:
     """Whether parts arrive in the order in which they belong."""
-    return transfer.rows == 1 and transfer.exchange.straight and transfer.back and transfer.moves
+    return transfer.leg.is_straight and transfer.leg.back and transfer.moves
 
 
 def _pairs(transfer: Transfer, parcel: Tensor, local: Tensor, outgoing: bool) -> list[tuple[Tensor, Tensor]]:
     """Parts of a buffer, and where in this rank's block each of them belongs: ``[rows, q, s]``, both."""
-    exchange, rows, me = transfer.exchange, transfer.rows, transfer.row_group.position
-    is_source = outgoing != transfer.back
+    (exchange, rows, back), me = transfer.leg, transfer.row_group.position
+    is_source = outgoing != back
     if exchange.uniform:
         return [_uniform_pair(exchange, parcel, local, rows, is_source)]
     view = at_source if is_source else at_target
@@ -108,11 +108,6 @@ def _uniform_pair(exchange: Exchange, parcel: Tensor, local: Tensor, rows: int, 
     if is_source:
         return part, local.view(rows, g, q, s).transpose(0, 1)
     return part, local.view(rows, q, g, s).permute(2, 0, 1, 3)
-
-
-def _splits(sizes: Sequence[int], rows: int, buffer: Tensor) -> list[int]:
-    parts = 2 if buffer.is_complex() else 1
-    return [parts * rows * size for size in sizes]
 
 
 PACKED = Packed()

@@ -16,14 +16,13 @@ from functools import cached_property, lru_cache, partial
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.failures import stage
-from fastkron_py.distributed.layout import Offsets, chunk_offsets, even_offsets
+from fastkron_py.distributed.failures import note, stage
+from fastkron_py.distributed.layout import TO_COLUMNS, TO_ROWS, Offsets, chunk_offsets, even_offsets
 from fastkron_py.distributed.plan import DIRECT
 from fastkron_py.distributed.transport.copies import Copy
 from fastkron_py.distributed.transport.packed import Packed
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
 from fastkron_py.distributed.transport.transfer import RowGroup
-from fastkron_py.distributed.watch import note
 
 Multiply = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 """Multiplies blocks of columns of a rank's rows, and writes blocks of the product: each side one block, or one for each rank."""
@@ -119,13 +118,7 @@ class Chunk:
             ready: after which it can be read; None for all that the current stream has been given.
         """
         self._x = x
-        there, me, flat = self._there, self._row_group.position, x.view(-1)
-
-        def push(peer: int, stream: torch.cuda.Stream) -> None:
-            _columns(there, peer, me, x.dtype, False).run(self._slot(self._operand, there, peer), flat, stream)
-
-        self._text = self._stage("columns to rows", x)
-        self._arrived = self._exchange(self._operand, there, x, push, self._text, False, ready)
+        self._text, self._arrived = self._exchange(TO_ROWS, self._operand, self._there, x, False, ready)
 
     def multiply(self, multiply: Multiply, out: Tensor | None) -> None:
         """Wait for this rank's rows, have them multiplied, and have every rank pull its columns of its peers' products.
@@ -145,23 +138,14 @@ class Chunk:
             multiply(self._blocks(there, self._operand, self._of(self._x, me)), outs)
         self._slots.release(self._operand)
         if out is not None and self._back is not None:
-            self._pull(self._back, out)
+            text, self._done = self._exchange(TO_COLUMNS, self._product, self._back, out, True)
+            note(text, out.device, self._done)
+            self._slots.release(self._product, self._done)
 
     def finish(self) -> None:
         """Have the current stream wait until this rank has pulled everything."""
         if self._done is not None:
             self._done.wait()
-
-    def _pull(self, back: Layout, out: Tensor) -> None:
-        me, flat = self._row_group.position, out.view(-1)
-
-        def pull(peer: int, stream: torch.cuda.Stream) -> None:
-            _columns(back, peer, me, out.dtype, True).run(flat, self._slot(self._product, back, peer), stream)
-
-        text = self._stage("rows to columns", out)
-        self._done = self._exchange(self._product, back, out, pull, text, True, None)
-        note(text, out.device, self._done)
-        self._slots.release(self._product, self._done)
 
     def _of(self, t: Tensor, rank: int) -> Tensor:
         """A rank's rows."""
@@ -184,23 +168,24 @@ class Chunk:
         return [own if block is None else block for block in found]
 
     def _exchange(
-        self,
-        slot: int,
-        layout: Layout,
-        local: Tensor,
-        copy: Callable[[int, torch.cuda.Stream], None],
-        text: str,
-        pulls: bool,
-        ready: torch.cuda.Event | None,
-    ) -> torch.cuda.Event:
-        """Copy to or from every peer; whole rows of this rank's own after."""
-        own = None if layout.in_blocks else partial(copy, self._row_group.position)
-        with stage(text, self._row_group.group):
-            return self._slots.exchange(slot, (local,), self._row_group.others, copy, pulls=pulls, own=own, ready=ready)
+        self, name: str, slot: int, layout: Layout, columns: Tensor, pulls: bool, ready: torch.cuda.Event | None = None
+    ) -> tuple[str, torch.cuda.Event]:
+        """Push this rank's columns to its peers' slots, or pull them from there; whole rows of this rank's own after.
 
-    def _stage(self, label: str, columns: Tensor) -> str:
-        size = (columns.numel() - self._of(columns, self._row_group.position).numel()) * columns.element_size()
-        return self._row_group.text(self._label.format(label), size)
+        Returns:
+            How errors call the exchange, and the event after which it is done.
+        """
+        me, flat = self._row_group.position, columns.view(-1)
+
+        def copy(peer: int, stream: torch.cuda.Stream) -> None:
+            there = self._slot(slot, layout, peer)
+            _columns(layout, peer, me, columns.dtype, pulls).run(*((flat, there) if pulls else (there, flat)), stream)
+
+        size = (columns.numel() - self._of(columns, me).numel()) * columns.element_size()
+        text = self._row_group.text(self._label.format(name), size)
+        own = None if layout.in_blocks else partial(copy, me)
+        with stage(text, self._row_group.group):
+            return text, self._slots.exchange(slot, columns, self._row_group.others, copy, pulls=pulls, own=own, ready=ready)
 
 
 PEER_MEMORY = PeerMemory()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.agreement import agree
-from fastkron_py.distributed.grid import ProcessGrid, when_closing
+from fastkron_py.distributed.grid import ProcessGrid, kept, when_closing
 from fastkron_py.distributed.transport.flags import Flags
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class Slots:
     def exchange(
         self,
         slot: int,
-        local: Sequence[Tensor],
+        local: Tensor,
         peers: Sequence[int],
         copy: Callable[[int, torch.cuda.Stream], None],
         *,
@@ -121,7 +121,7 @@ class Slots:
 
         Args:
             slot: a taken one.
-            local: tensors that this rank gives or gets besides slots.
+            local: columns that this rank gives or gets.
             peers: positions of all other ranks, in the order in which this one takes them.
             copy: the function, called with each peer and a stream; its copies begin when all ranks have come so far.
             pulls: it reads.
@@ -144,8 +144,7 @@ class Slots:
         if own is not None:
             own(stream)
         done: torch.cuda.Event = stream.record_event()
-        for t in local:
-            t.record_stream(stream)
+        local.record_stream(stream)
         return done
 
     def lend(self, slot: int) -> None:
@@ -158,8 +157,6 @@ class Slots:
         self._taken[slot] = False
 
 
-_made: dict[tuple[str, torch.device], Slots | None] = {}
-_made_in: Any = None
 _in_graphs: list[Slots] = []
 """Slots whose addresses are in a graph: they stay, for it may be replayed."""
 
@@ -230,8 +227,4 @@ when_closing(release_peer_memory)
 
 def _known() -> dict[tuple[str, torch.device], Slots | None]:
     """Slots of this process group, by group and device."""
-    global _made_in
-    if _made_in is not dist.group.WORLD:
-        _made.clear()
-        _made_in = dist.group.WORLD
-    return _made
+    return kept("slots", dict)  # type: ignore[no-any-return]

@@ -20,7 +20,6 @@ from torch import Tensor
 from fastkron_py.distributed.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.layout import Exchange, Leg, Rectangle
 from fastkron_py.distributed.plan import Transport
-from fastkron_py.distributed.watch import note
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
 
 LAG: Final = 2
@@ -69,46 +68,41 @@ def _stage_text(label: str, size: int, ranks: tuple[int, ...]) -> str:
 
 @dataclass
 class Transfer:
-    """One exchange of some rows: its elements, and its pending data. Blocks are flat and contiguous.
+    """One exchange of some rows, and its pending data. Blocks are flat and contiguous.
 
     Attributes:
-        exchange: the ranges to be moved.
+        leg: the ranges to be moved.
         row_group: among whom.
-        rows: how often: the number of rows of x, or 1 by whole rows.
         label: how errors call it.
-        back: it goes from the exchange's target to its source.
         into: where the block shall be afterwards, if that is known when it is sent.
     """
 
-    exchange: Exchange
+    leg: Leg
     row_group: RowGroup
-    rows: int
     label: str
-    back: bool = False
     into: Tensor | None = None
     arrival: Any = None  # pending data
     derivative: Transfer | None = None  # the latest one
     after: tuple[Transfer, Tensor] | None = None  # a transfer to begin, with its block, once this one is received
-    text: str = ""  # the stage in errors, once it is known
 
     def reverse(self) -> Transfer:
         """The same elements on their way back."""
-        self.derivative = Transfer(self.exchange, self.row_group, self.rows, f"{self.label}, backward pass", not self.back)
+        self.derivative = Transfer(self.leg._replace(back=not self.leg.back), self.row_group, f"{self.label}, backward pass")
         return self.derivative
 
     @property
     def size(self) -> int:
         """Elements that this rank has afterwards."""
-        return Leg(self.exchange, self.rows, self.back).gets(self.row_group.position)
+        return self.leg.gets(self.row_group.position)
 
     @property
     def moves(self) -> bool:
         """Whether anything is sent at all; the same on every rank."""
-        return self.rows > 0 and not self.exchange.idle
+        return self.leg.rows > 0 and not self.leg.exchange.idle
 
-    def sizes(self, outgoing: bool) -> tuple[int, ...]:
-        """Elements to or from each peer, for each row of x."""
-        return self.exchange.sizes(self.row_group.position, outgoing != self.back)
+    def sizes(self, outgoing: bool) -> list[int]:
+        """Elements to or from each peer."""
+        return self.leg.sizes(self.row_group.position, outgoing)
 
     def send(self, local: Tensor) -> None:
         """Begin to send a block, by the plan's transport."""
@@ -127,23 +121,15 @@ class Transfer:
             later.send(block)
         return found
 
-    def stage(self, like: Tensor) -> stage:
-        """Errors raised inside name this transfer; its elements are like the tensor's."""
-        return stage(self.stage_text(like), self.row_group.group)
-
-    def stage_text(self, like: Tensor) -> str:
-        """How errors call this transfer."""
-        if not self.text:
-            sizes = self.sizes(outgoing=True)
-            size = self.rows * (sum(sizes) - sizes[self.row_group.position]) * like.element_size()
-            self.text = self.row_group.text(self.label, size)
-        return self.text
+    def stage(self, like: Tensor, device: torch.device | None = None) -> stage:
+        """Errors raised inside name this transfer; its elements are like the tensor's. A device's stream waits for it, if one is given."""
+        size = self.leg.sent(self.row_group.position) * like.element_size()
+        return stage(self.row_group.text(self.label, size), self.row_group.group, device)
 
     def wait(self, work: Any, arrived: Tensor) -> None:
         """Wait for the parts of a buffer: on CPUs the host, on GPUs the current stream."""
-        with self.stage(arrived):
+        with self.stage(arrived, arrived.device):
             work.wait()
-        note(self.stage_text(arrived), arrived.device)
 
 
 def ready_now(t: Tensor) -> torch.cuda.Event | None:

@@ -88,10 +88,10 @@ def test_what_ranks_met_is_raised_by_all(ranks: RankPool, kind: str, failing: li
 # ---- what calls compare ------------------------------------------------------------------------
 
 
-def calls(what, dtype="float64", check="1"):
+def calls(what, dtype="float64", check=True, variable="0"):
     """Rank 1 has other values than the others."""
     size, odd = dist.get_world_size(), dist.get_rank() == 1
-    grid = ProcessGrid((size, 1))
+    grid = ProcessGrid((size, 1), check_factors=check)
     dtype = getattr(torch, dtype)
     own = torch.Generator().manual_seed(dist.get_rank())
     factor, other = torch.eye(4, dtype=dtype), torch.eye(4, dtype=dtype)
@@ -100,7 +100,7 @@ def calls(what, dtype="float64", check="1"):
     x = torch.ones(16, 16, dtype=dtype)[grid.block((16, 16))].to(grid.device)
     scalar = torch.tensor(3.0 if odd else 2.0, dtype=dtype, device=grid.device)
     factor = factor.to(grid.device)
-    with mock.patch.dict(os.environ, FASTKRON_CHECK=check):
+    with mock.patch.dict(os.environ, FASTKRON_CHECK=variable):
         if what == "factors":
             kron_matmul(x, [factor, odd_factor], grid=grid)
         if what == "views":  # the same values in another layout, and conjugated when they are read
@@ -142,4 +142,7 @@ def test_values_of_every_dtype(ranks: RankPool) -> None:
 
 
 def test_values_are_compared_on_demand(ranks: RankPool) -> None:
-    ranks.run(calls, "factors", check="0")
+    ranks.run(calls, "factors", check=None)
+    ranks.run(calls, "factors", check=False, variable="1")
+    for outcome in ranks.outcomes(calls, "factors", check=None, variable="1"):
+        assert outcome.message.startswith("values of factors[1]: expected the same on every rank; got "), outcome.trace

@@ -20,8 +20,8 @@ from launchers import HERE, JOB, LAUNCHERS, clean_environment, mpiexec, start, s
 from rank_pool import RankPool
 
 from fastkron_py.distributed import init_process_group
-from fastkron_py.distributed.bootstrap import BACKEND, find_launch, first_host, judge
-from fastkron_py.distributed.failures import pack_error
+from fastkron_py.distributed.agreement import pack_error
+from fastkron_py.distributed.bootstrap import BACKEND, find_launcher, first_host, judge
 
 
 def reports(result: subprocess.CompletedProcess[str]) -> list[dict]:
@@ -97,7 +97,7 @@ def test_mpirun_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(RuntimeError, match=r"mpirun started this process, and mpi4py or its MPI library cannot be loaded; install both"):
-        find_launch()
+        find_launcher()
 
 
 @pytest.mark.usefixtures("no_launcher")
@@ -105,7 +105,7 @@ def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match="expected an integer in the environment variable RANK; got 'one'"):
-        find_launch()
+        find_launcher()
 
 
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
@@ -125,7 +125,7 @@ def test_variables_that_are_missing(variables: dict[str, str], message: str, mon
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=message):
-        find_launch()
+        find_launcher()
 
 
 def test_an_allocation_without_srun() -> None:
@@ -160,12 +160,12 @@ def report(**changes: object) -> dict:
         (
             [{}, {"gpu": ""}],
             RuntimeError,
-            "NCCL needs a GPU for each rank; rank 1 of 2 found none, or no CUDA build of torch; use backend='gloo'",
+            "NCCL needs a GPU for each rank; none (or no CUDA build of torch), or another rank's, on rank 1 of 2; use backend='gloo'",
         ),
         (
             [{}, {"gpu": "1"}, {}],
             RuntimeError,
-            "NCCL needs a GPU for each rank; 3 ranks on host a (ranks 0-2) share 2 GPU(s)",
+            "NCCL needs a GPU for each rank; none (or no CUDA build of torch), or another rank's, on ranks 0, 2 of 3",
         ),
         (
             [{}, {BACKEND: "gloo"}],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from itertools import pairwise
 
 import torch
@@ -14,15 +15,16 @@ from torch.distributed.tensor import Shard
 from fastkron_py import reference
 from fastkron_py.distributed.layout import (
     Exchange,
-    Way,
+    Leg,
+    Step,
     align_to,
     aligned,
     by_rows,
+    by_stages,
     chunk_offsets,
     chunk_rows,
     even_offsets,
-    stage_offsets,
-    way,
+    slice_offsets,
     widths,
 )
 from fastkron_py.distributed.transport.packed import PACKED, _lands_in_place, pack, unpack
@@ -51,12 +53,12 @@ def pretend(exchange: Exchange, blocks: list[Tensor], back: bool = False) -> lis
     """Carry an exchange out between blocks ``[rows, elements]``: all that an all-to-all does is to hand parts on."""
     rows = blocks[0].shape[0]
     groups = [RowGroup(None, exchange.ranks, r, PACKED) for r in range(exchange.ranks)]  # type: ignore[arg-type]
-    transfers = [Transfer(exchange, group, rows, "", back) for group in groups]
-    parts = [pack(t, b.reshape(-1)).split([rows * s for s in t.sizes(outgoing=True)]) for t, b in zip(transfers, blocks, strict=True)]
+    transfers = [Transfer(Leg(exchange, rows, back), group, "") for group in groups]
+    parts = [pack(t, b.reshape(-1)).split(t.sizes(outgoing=True)) for t, b in zip(transfers, blocks, strict=True)]
     results = []
     for t in transfers:
         arrived = torch.cat([p[t.row_group.position] for p in parts])
-        assert [p[t.row_group.position].numel() for p in parts] == [rows * s for s in t.sizes(outgoing=False)]
+        assert [p[t.row_group.position].numel() for p in parts] == t.sizes(outgoing=False)
         out = torch.full((t.size,), math.nan, dtype=arrived.dtype)
         unpack(t, arrived, out)
         assert not _lands_in_place(t) or torch.equal(out, arrived)
@@ -64,22 +66,17 @@ def pretend(exchange: Exchange, blocks: list[Tensor], back: bool = False) -> lis
     return results
 
 
-def run(details: Way, x: Tensor, factors: list[Tensor]) -> list[Tensor]:
+def run(steps: list[Step], x: Tensor, factors: list[Tensor]) -> list[Tensor]:
     """A product on blocks, stage by stage."""
-    parts = len(details.stages[0].offsets) - 1
-    blocks = [x[:, a:b].contiguous() for a, b in pairwise(chunk_offsets(x.shape[1], parts))]
-    if details.first is not None:
-        blocks = pretend(details.first, blocks)
-    for stage in details.stages:
-        assert [b.shape[1] for b in blocks] == widths(stage.offsets)
-        k = factors[stage.start]
-        for f in factors[stage.start + 1 : stage.stop]:
-            k = torch.kron(k, f)
-        blocks = [
-            (b.reshape(-1, stage.p) @ k).view(len(b), w // stage.p * stage.q) for b, w in zip(blocks, widths(stage.offsets), strict=True)
-        ]
-        if stage.exchange is not None:
-            blocks = pretend(stage.exchange, blocks)
+    blocks = [x[:, a:b].contiguous() for a, b in pairwise(steps[0].offsets)]
+    for step in steps:
+        assert [b.shape[1] for b in blocks] == widths(step.offsets)
+        if step.multiplies:
+            k = reduce(torch.kron, factors[step.start : step.stop])
+            sizes = [w // step.p * step.q for w in widths(step.offsets)]
+            blocks = [(b.reshape(-1, step.p) @ k).view(len(b), size) for b, size in zip(blocks, sizes, strict=True)]
+        if step.leg is not None:
+            blocks = pretend(step.leg.exchange, blocks)
     return blocks
 
 
@@ -90,7 +87,7 @@ def test_any_product_over_any_number_of_ranks(problem: tuple, m: int, seed: int)
     g = torch.Generator().manual_seed(seed)
     x = torch.randint(-4, 5, (m, math.prod(ps)), generator=g, dtype=torch.float64)
     factors = [torch.randint(-3, 4, (p, q), generator=g, dtype=torch.float64) for p, q in zip(ps, qs, strict=True)]
-    found = torch.cat(run(way(ps, qs, cuts, parts), x, factors), dim=1)
+    found = torch.cat(run(by_stages(ps, qs, cuts, parts), x, factors), dim=1)
     assert torch.equal(found, reference.kron_matmul(x, factors))
 
 
@@ -101,7 +98,7 @@ def test_any_product_by_rows(m: int, inner: int, outer: int, parts: int, chunks:
     k = torch.randint(-4, 5, (inner, outer), dtype=torch.float64)
     found = []
     for chunk in x.split(chunk_rows(m, chunks, parts)):
-        there, back = by_rows(len(chunk), inner, outer, parts)
+        there, back = [step.leg.exchange for step in by_rows(len(chunk), inner, outer, parts, 1) if step.leg is not None]
         blocks = pretend(there, [chunk[:, a:b].reshape(1, -1) for a, b in pairwise(there.source)])
         assert [b.numel() for b in blocks] == [inner * w for w in widths(even_offsets(len(chunk), parts))]
         blocks = pretend(back, [(b.view(b.numel() // inner, inner) @ k).view(1, -1) for b in blocks], back=True)
@@ -123,7 +120,7 @@ def test_chunks_of_rows(m: int, chunks: int, unit: int) -> None:
 @given(problems())
 def test_an_exchange_and_its_inverse(problem: tuple) -> None:
     ps, qs, cuts, parts = problem
-    for exchange in way(ps, qs, cuts, parts).exchanges:
+    for exchange in [step.leg.exchange for step in by_stages(ps, qs, cuts, parts) if step.leg is not None]:
         whole = torch.arange(2.0 * exchange.rows * exchange.columns, dtype=torch.float64).view(2, exchange.rows, exchange.columns)
         before = [whole[:, :, a:b].mT.reshape(2, -1).contiguous() for a, b in pairwise(exchange.source)]
         after = pretend(exchange, before)
@@ -148,6 +145,6 @@ def test_slices_are_shared_out_evenly(slices: int, parts: int, unit: int) -> Non
     assert near[-1] == slices * unit
     assert max(widths(near)) <= (most + 1) * unit
     for rows in (1, 2, 7):
-        offsets = stage_offsets(rows, slices * unit, unit, parts)
+        offsets = slice_offsets(rows * slices * unit, unit, parts)
         assert aligned(offsets, unit)
-        assert max(widths(offsets)) <= 1.05 * -(-rows * slices // parts) * unit
+        assert max(widths(offsets)) == -(-rows * slices // parts) * unit

@@ -91,6 +91,7 @@ def products(shape):
         "K.T @ x": (K.T @ block(right.mT, grid), whole.T @ right.T),
         "(2 * -K / 4) @ x": ((2 * -K / 4) @ block(left, grid), whole @ left / -2),
         "K @ DTensor": ((K @ shards).to_local(), whole @ left),
+        "torch.matmul": (torch.matmul(K, block(left, grid)), whole @ left),
         "(K @ K.T) @ x": ((K @ K.T) @ block(torch.eye(15, dtype=torch.float64), grid), whole @ whole.T),
     }
     for name, (own, expected) in results.items():
@@ -98,6 +99,9 @@ def products(shape):
     assert (K.shape, K.T.shape) == ((15, 8), (8, 15))
     assert (K.dtype, K.device, K.ndim, K.grid) == (torch.float64, grid.device, 2, grid)
     assert "15, 8" in repr(K)
+    for refused in (lambda: K[0], lambda: K + K, lambda: K - K, lambda: torch.diagonal(K)):  # of whole matrices
+        with pytest.raises(TypeError):
+            refused()
     assert "4x4 (x) I_2" in repr(KroneckerProduct([torch.eye(4, device=grid.device), 2], grid=grid))
     return True
 

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 
-from fastkron_py.distributed import CollectiveError, ProcessGrid, kron_matmul, watch
+from fastkron_py.distributed import CollectiveError, ProcessGrid, failures, kron_matmul
 
 STAGE = "kron_matmul: stage 1 of 2: exchange of 1 MB with ranks 0-3"
+HOST = torch.device("cpu")
 STEP = 0.05  # seconds of the clock below from a look to the next
 
 
@@ -51,13 +52,13 @@ def logged(events, seconds: float, clock: Clock, caplog: pytest.LogCaptureFixtur
         clock.now += STEP
         return clock.now > seconds
 
-    waiting = deque([watch.Waiting(text, event, 0.0) for text, event in events])
+    waiting = deque([failures.Waiting(text, event, 0.0) for text, event in events])
     with (
-        mock.patch.multiple(watch, time=clock, _under_way=waiting, _end=mock.Mock(wait=wait)),
-        mock.patch.object(watch, "group_timeout", return_value=timedelta(seconds=10)),
+        mock.patch.multiple(failures, time=clock, _under_way=waiting, _end=mock.Mock(wait=wait)),
+        mock.patch.object(failures, "group_timeout", return_value=timedelta(seconds=10)),
         caplog.at_level(logging.ERROR, "fastkron_py"),
     ):
-        watch._watch(None)
+        failures._watch(HOST)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -96,7 +97,7 @@ def lose_a_rank():
     multiply(grid)
     if dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    watch.note_event(STAGE, Event())
+    failures._remember(STAGE, Event(), HOST)
     with pytest.raises(CollectiveError) as caught:
         multiply(grid)
     # Though the pair's own control has not failed.
@@ -115,14 +116,14 @@ def test_errors_name_what_a_gpu_waits_for(own_ranks: RankPool) -> None:
 
 def test_what_is_finished_is_forgotten() -> None:
     done = mock.Mock(query=lambda: True)
-    with mock.patch.object(watch, "_thread", mock.Mock()):
-        watch.note_event("first", done)
-        watch.note_event("second", Event())
-        watch.note_event("third", done)
-    assert [w.text for w in watch._under_way] == ["second", "third"]
-    assert watch.unfinished() == "second"
-    watch._under_way.clear()
-    assert watch.unfinished() is None
+    with mock.patch.object(failures, "_thread", mock.Mock()):
+        failures._remember("first", done, HOST)
+        failures._remember("second", Event(), HOST)
+        failures._remember("third", done, HOST)
+    assert [w.text for w in failures._under_way] == ["second", "third"]
+    assert failures.unfinished() == "second"
+    failures._under_way.clear()
+    assert failures.unfinished() is None
 
 
 @pytest.mark.gpu

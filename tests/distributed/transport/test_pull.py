@@ -296,4 +296,4 @@ def test_no_event_is_waited_for_across_the_border_of_a_graph() -> None:
 def test_a_driver_that_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "flag_operations", lambda *_: 1)
     with world_of(2, 8) as world, pytest.raises(RuntimeError, match="cuStreamBatchMemOp: expected 0; got 1"):
-        world.slots[0].exchange(0, (), (1,), nothing)
+        world.slots[0].exchange(0, torch.empty(0), (1,), nothing)
