@@ -33,6 +33,8 @@ class Figures(NamedTuple):
     """Of the search."""
 
     flush_bytes: int  # more than any GPU's L2 cache
+    flush_seconds: float  # that a GPU takes to overwrite them, at the least
+    most_flushes: int  # before a call
     seconds: float  # of the calls behind a time
     too_slow: float  # a first call that takes this many times the best so far is the last
     worth: float  # of the closed form's time: more is noise, and the closed form stays
@@ -44,25 +46,34 @@ OF: Final = figures(Figures, "tune", HOPPER)  # as of all GPUs
 
 
 class Timer:
-    """Seconds of one call: between two CUDA events with the L2 cache overwritten before, or by the host's clock."""
+    """Seconds of one call: between two CUDA events with the L2 cache overwritten before, or by the host's clock.
+
+    The cache is overwritten for longer than the host took to prepare the last call, so that the device does not wait for it in between.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu, self._flushes = device.type == "cuda", 1
         self._flush = torch.empty(OF.flush_bytes if self._on_gpu else 0, dtype=torch.uint8, device=device)
 
     def __call__(self, call: Callable[[], Any]) -> float:
         """Time one call."""
         if not self._on_gpu:
-            start = time.perf_counter()
-            call()
-            return time.perf_counter() - start
+            return _host_seconds(call)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._flush.zero_()  # also keeps the device busy while the host prepares the call
+        for _ in range(self._flushes):
+            self._flush.zero_()
         begin.record()
-        call()
+        prepared = _host_seconds(call)
         end.record()
         end.synchronize()
+        self._flushes = 2 + int(min(prepared / OF.flush_seconds, OF.most_flushes))
         return float(begin.elapsed_time(end)) / 1e3
+
+
+def _host_seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def whole_plans(multiply: problems.Problem) -> list[Choice]:
