@@ -135,9 +135,7 @@ def is_offered(row: calibrate.Row) -> bool:
     if row.is_gradient:
         found = [bids for bids in families.gradient_offers(calibrate.group_of(row)).values() if not isinstance(bids, str)]
         return any([bid.prices == row.family for bids in found for bid in bids])
-    launch = calibrate.launch_of(row)
-    bids = families.BY_NAME[launch.family].offers(calibrate.segment_of(row))
-    return any([bid.launch.steps == launch.steps and bid.launch.config in (None, row.family) for bid in bids if not isinstance(bid, str)])
+    return calibrate.offer_of(row) is not None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
-from fastkron_py.kron.rates import figures, priced
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import HOPPER
 
 if TYPE_CHECKING:
@@ -334,8 +334,8 @@ def offers(segment: Segment) -> list[Offer] | str:
         return f"takes all factors at once, which are square, of {SIZES} rows, and rows of up to 2^{OF.longest[problem.itemsize]} elements"
     if sum([_width(p) for p in ps]) < OF.least_bits:
         return f"takes rows of at least 2^{OF.least_bits} elements"
-    seconds = priced(name, problem.gpu, problem.itemsize, quantities(segment.mode, ps))
-    return [Offer(seconds, Launch(steps_of(ps, segment.qs, tuple(range(len(ps) + 1))), name))]
+    launch = Launch(steps_of(ps, segment.qs, tuple(range(len(ps) + 1))), name)
+    return [Offer.of(segment, name, quantities(segment.mode, ps), launch)]
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch, Step, tile_constants
 from fastkron_py.kron.problem import LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
-from fastkron_py.kron.rates import figures, priced
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, VECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def offers(segment: Segment) -> list[Offer] | str:
         of = Figures.of(problem.gpu)
         return f"takes one step of up to {of.width} columns and {of.elements[problem.itemsize]} elements, in real numbers"
     step = Step(0, len(segment.ps), mode.p // problem.parts, mode.q // problem.parts, problem.parts)
-    return [Offer(priced(name, problem.gpu, problem.itemsize, quantities(mode, step)), Launch((step,), name))]
+    return [Offer.of(segment, name, quantities(mode, step), Launch((step,), name))]
 
 
 def quantities(mode: Mode, step: Step) -> dict[str, float]:

@@ -290,7 +290,7 @@ def offers(segment: Segment) -> list[Offer] | str:
         return "takes slices that are runs of memory, and leaves them in place"
     factors, found = (segment.ps, segment.qs), list[Offer]()
     for steps in (*slice_pairs(*factors), *slice_triples(*factors)):
-        found.append(Offer(seconds(segment.mode, steps), Launch(steps, name)))
+        found.append(Offer.of(segment, name, quantities(segment.mode, steps), Launch(steps, name)))
     return found or f"takes two steps from {OF.narrowest} to {OF.widest_left} and {OF.widest_right} wide whose sums fit into registers"
 
 

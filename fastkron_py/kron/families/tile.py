@@ -23,7 +23,7 @@ from fastkron_py.kron.plan.steps import (
     tile_constants,
 )
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
-from fastkron_py.kron.rates import figures, priced
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def offers(segment: Segment) -> list[Offer] | str:
     problem, found = segment.problem, list[Offer]()
     for launch in _launches(segment.ps, segment.qs, problem.parts):
         if len(launch.steps) == 1 or (is_chain(launch, problem.itemsize, segment.is_last) and not _spills(launch, problem)):
-            found.append(Offer(seconds(segment, launch), launch))
+            found.append(_offer(segment, launch))
     return found or "a chain does not fit on chip"
 
 
@@ -246,13 +246,11 @@ def _spills(launch: Launch, problem: Problem) -> bool:
     return problem.itemsize == 8 and not problem.gpu.has_shared_operands and widest > CHAIN_WIDTH // 2
 
 
-def seconds(segment: Segment, launch: Launch) -> float:
-    """The modelled seconds of a launch of all of a segment."""
-    problem, mode = segment.problem, segment.mode
-    config = configs(launch, mode, segment.before)[0]
+def _offer(segment: Segment, launch: Launch) -> Offer:
+    config = configs(launch, segment.mode, segment.before)[0]
     if isinstance(config, SingleConfig):
-        return priced(name, problem.gpu, problem.itemsize, step_quantities(mode, config))
-    return priced("tile_chain", problem.gpu, problem.itemsize, chain_quantities(mode, launch, config))
+        return Offer.of(segment, name, step_quantities(segment.mode, config), launch)
+    return Offer.of(segment, "tile_chain", chain_quantities(segment.mode, launch, config), launch)
 
 
 def configs(launch: Launch, mode: Mode, before: int) -> tuple[Config, ...]:

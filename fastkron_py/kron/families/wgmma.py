@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from fastkron_py.kron.families import tile
 from fastkron_py.kron.plan.steps import Launch, Step, run_of
 from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, WORD, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
-from fastkron_py.kron.rates import figures, priced
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import VECTOR_BYTES
 
 if TYPE_CHECKING:
@@ -140,12 +140,8 @@ def offers(segment: Segment) -> list[Offer] | str:
     """One large factor."""
     if len(segment.ps) > 1 or max(segment.ps[0], segment.qs[0]) <= LEAST:
         return f"takes one factor that is wider than {LEAST}"
-    return [Offer(seconds(segment.mode), Launch((Step(0, 1, segment.ps[0], segment.qs[0]),), name))]
-
-
-def seconds(mode: Mode) -> float:
-    """The modelled seconds of a multiply."""
-    return priced(name, mode.gpu, mode.itemsize, quantities(mode))
+    launch = Launch((Step(0, 1, segment.ps[0], segment.qs[0]),), name)
+    return [Offer.of(segment, name, quantities(segment.mode), launch)]
 
 
 def quantities(mode: Mode) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from fastkron_py.kron.bits import Bit, bits_of, digits_of
 from fastkron_py.kron.plan.steps import DOT_SIDE, HALF_VECTOR, Launch, Step, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
-from fastkron_py.kron.rates import figures, priced
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, HOPPER, VECTOR_BYTES
 
 if TYPE_CHECKING:
@@ -338,12 +338,11 @@ def refusal(problem: Problem) -> str | None:
 
 def offers(segment: Segment) -> list[Offer] | str:
     """Three or four steps of the last factors on one row at a time."""
-    problem = segment.problem
     if not segment.in_place or not segment.is_last:
         return "takes rows that are runs of memory, and leaves them in place"
     mode, found = segment.mode, list[Offer]()
     for steps in whole_rows(segment.ps, segment.qs):
-        found.append(Offer(priced(name, problem.gpu, problem.itemsize, quantities(mode, steps)), Launch(steps, name)))
+        found.append(Offer.of(segment, name, quantities(mode, steps), Launch(steps, name)))
     return found or f"takes three or four steps of {SIDES} or {SQUARES} rows and columns"
 
 
