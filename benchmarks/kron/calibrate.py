@@ -35,24 +35,11 @@ from scipy.optimize import least_squares, nnls
 from benchmarks.kron.programs import pretending
 from fastkron_py.kron import forward, gradients, matmul_step
 from fastkron_py.kron.canonical import PLAIN, Scale
-from fastkron_py.kron.families import (
-    BY_NAME,
-    asked,
-    butterfly,
-    family_of,
-    fragments,
-    gradient_offers,
-    narrow,
-    slice_pair,
-    tile,
-    torch_products,
-    wgmma,
-    whole_row,
-)
+from fastkron_py.kron.families import BY_NAME, asked, family_of, gradient_offers, torch_products
 from fastkron_py.kron.gradient_problem import GradientOffer, Group, GroupProblem
 from fastkron_py.kron.plan.steps import Launch, steps_of
 from fastkron_py.kron.planner import Place, placed_segment
-from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, Segment, contiguous_problem
+from fastkron_py.kron.problem import LaunchProblem, Offer, Problem, Rows, Segment, contiguous_problem
 from fastkron_py.kron.rates import at_least
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
@@ -167,38 +154,23 @@ def launch_of(row: Row) -> Launch:
     return Launch(steps_of(ps, qs, ends), family)
 
 
-def quantities(row: Row) -> tuple[str, dict[str, float]]:
+def offer_of(row: Row) -> Offer | None:
+    """The family's offer of a launch, if it makes one."""
+    launch = launch_of(row)
+    bids = [bid for bid in family_of(launch).offers(segment_of(row)) if not isinstance(bid, str)]
+    return next((bid for bid in bids if bid.launch.steps == launch.steps and bid.launch.config in (None, row.family)), None)
+
+
+def quantities(row: Row) -> tuple[str, Mapping[str, float]]:
     """The section of its prices, and the quantities, as the families state them."""
     if row.is_gradient:
         return row.family, gradient_offer(row).quantities
-    segment, launch = segment_of(row), launch_of(row)
-    problem, mode, steps = segment.problem, segment.mode, launch.steps
-    match row.family:
-        case tile.name:
-            config = tile.configs(launch, mode, segment.before)[0]
-            if isinstance(config, tile.SingleConfig):
-                return tile.name, tile.step_quantities(mode, config)
-            return "tile_chain", tile.chain_quantities(mode, launch, config)
-        case fragments.name:
-            sectors = fragments.run_sectors(segment.before, segment.after)
-            chain = fragments.Chain.of(steps)
-            made = fragments.chained_config(chain, problem.itemsize, sectors, mode.slices)
-            assert made is not None
-            return fragments.name if len(steps) == 1 else "fragments_chain", fragments.chained_quantities(mode, chain, made)
-        case narrow.name:
-            return narrow.name, narrow.quantities(mode, steps[0])
-        case slice_pair.name:
-            return slice_pair.name, slice_pair.quantities(mode, steps)
-        case whole_row.name:
-            return whole_row.name, whole_row.quantities(mode, steps)
-        case butterfly.name:
-            return butterfly.name, butterfly.quantities(mode, segment.ps)
-        case wgmma.name:
-            return wgmma.name, wgmma.quantities(mode)
-        case "matmul":
-            return "matmul", torch_products.matmul_quantities(mode)
-        case _:
-            return "copying", torch_products.copying_quantities(mode)
+    if row.family in matmul_step.BY_TORCH:
+        of = torch_products.matmul_quantities if row.family == "matmul" else torch_products.copying_quantities
+        return row.family, of(segment_of(row).mode)
+    offer = offer_of(row)
+    assert offer is not None, f"no family offers {row}"
+    return offer.prices, offer.quantities
 
 
 def group_of(row: Row) -> GroupProblem:

@@ -11,37 +11,69 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.kron.golden import EACH, GPUS, KINDS, _problem
-from benchmarks.kron.programs import pretending
+import benchmarks.kron.hadamard
+import benchmarks.kron.products  # noqa: F401
+from benchmarks.kron.golden import GPUS, built
+from benchmarks.kron.programs import pretending, program_of
+from benchmarks.registry import registered
+
+
+@contextmanager
+def recorded() -> Iterator[list[Any]]:
+    """The problems of multiplies, and ("backward", problem) of backward passes, that are planned inside the block."""
+    from fastkron_py.kron import forward, gradients
+
+    found, choose, problem_of = list[Any](), forward.choose, gradients._problem
+
+    def multiply(problem: Any, *tuned: Any) -> Any:
+        found.append(problem)
+        return choose(problem, *tuned)
+
+    def backward(*of: Any) -> Any:
+        found.append(("backward", problem_of(*of)))
+        return found[-1][1]
+
+    with patch.object(forward, "choose", multiply), patch.object(gradients, "_problem", backward):
+        yield found
+
+
+def named() -> Iterator[tuple[str, list[Any]]]:
+    """(name, problems) of each row of the benchmarks on one GPU."""
+    for name, benchmark in registered().items():
+        rows = () if callable(benchmark.cases) or benchmark.device == "cpu" else benchmark.cases
+        for row in [row for row in rows if "P" in row.parameters]:
+            with pretending(), recorded() as found:
+                program_of({**row.parameters, "left": name == "kron_left", "kind": name.removeprefix("kron_")})
+            yield f"{name} {row.label}", [replace(problem, precision="high") for problem in found] if name == "kron_tf32" else found
+
+
+def golden() -> Iterator[tuple[str, list[Any]]]:
+    """(kind and number, problems) of each golden problem."""
+    with recorded() as found:
+        for number, (kind, _, programs) in enumerate(built()):
+            found.clear()
+            list(programs)
+            yield f"{kind} {number}", [*found]
 
 
 def planned() -> Iterator[tuple[str, dict[str, Any], list[tuple[Any, Any]]]]:
     """(kind, sizes, (problem, plan) of each multiply) of each golden problem."""
-    from fastkron_py.kron import forward
+    from fastkron_py.kron.planner import plan
 
-    choose, made = forward.choose, list[tuple[Any, Any]]()
-
-    def recorded(problem: Any, *tuned: Any) -> Any:
-        made.append((problem, choose(problem, *tuned)))
-        return made[-1][1]
-
-    with patch.object(forward, "choose", recorded):
-        for kind, (dtypes, build) in KINDS.items():
-            random_ = random.Random(f"{kind} 1")
-            for _ in range(EACH):
-                sizes = _problem(random_, dtypes)
-                with pretending(GPUS[sizes["gpu"]]):
-                    made.clear()
-                    for _ in build(sizes, random_):
-                        pass
-                yield kind, {**sizes, "gpu": GPUS[sizes["gpu"]].name}, list(made)
+    with recorded() as found:
+        for kind, sizes, programs in built():
+            found.clear()
+            list(programs)
+            multiplies = [problem for problem in found if not isinstance(problem, tuple)]
+            yield kind, {**sizes, "gpu": GPUS[sizes["gpu"]].name}, [(problem, plan(problem)) for problem in multiplies]
 
 
 def described(plan: Any) -> dict[str, Any]:

@@ -250,14 +250,20 @@ def text_of(program: Any) -> list[Any]:
     return [steps, _plain(program._pool), _plain(program._results), _plain((program._aligned, program._orders))]
 
 
-def problems() -> Iterator[tuple[str, Problem, list[Any]]]:
-    """(kind, sizes, text) of each problem."""
+def built() -> Iterator[tuple[str, Problem, Iterator[Any]]]:
+    """(kind, sizes, programs) of each problem; programs are built as they are asked for, until the next problem is."""
     for kind, (dtypes, build) in KINDS.items():
         random_ = random.Random(f"{kind} 1")
         for _ in range(EACH):
             p = _problem(random_, dtypes)
             with pretending(GPUS[p["gpu"]]):
-                yield kind, p, [text_of(made) for made in build(p, random_)]
+                yield kind, p, build(p, random_)
+
+
+def problems() -> Iterator[tuple[str, Problem, list[Any]]]:
+    """(kind, sizes, text) of each problem."""
+    for kind, p, programs in built():
+        yield kind, p, [text_of(made) for made in programs]
 
 
 def texts() -> dict[str, list[Any]]:

@@ -18,15 +18,6 @@ class Epilogue(NamedTuple):
     beta: float = 0.0
     z: Tensor | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is the product as it is."""
-        return self.alpha == 1 and self.z is None
-
-    def rows(self, start: int, stop: int, like: Tensor) -> Epilogue:
-        """The part for rows start to stop of z as a matrix with as many columns as ``like``."""
-        return self if self.z is None else self._replace(z=self.z.reshape(-1, like.shape[-1])[start:stop])
-
 
 PLAIN: Final = Epilogue()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
-from fastkron_py.runtime.program import Scalar, bits
+from fastkron_py.runtime.program import Scalar
 from fastkron_py.tiling.torch_products import matrix_product
 
 _ALPHA, _BETA = Scalar(0), Scalar(1)
-_ONE: Final = bits(1.0)
 
 
 def scale_of(alpha: float, adds: bool) -> Scale:

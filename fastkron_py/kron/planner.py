@@ -21,16 +21,28 @@ from typing import Final, NamedTuple
 from fastkron_py.kron.families import asked, family_of, most_elements, offers
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.problem import MICROSECOND, Host, HostWork, Offer, Problem, Segment
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.errors import value_error
+from fastkron_py.runtime.gpu import HOPPER
 
-IN_PLACE_WIDTH: Final = 32  # in real numbers, beyond which torch's products may be faster
-MOST_ORDERED: Final = 4  # launches in place, whose orders are compared
-TIE: Final = 0.03  # offers are as good as the best one within this share of its seconds, or a microsecond: models are no better
+
+class Figures(NamedTuple):
+    """Of the choice of plans."""
+
+    in_place_width: int  # in real numbers, beyond which torch's products may be faster
+    most_ordered: int  # launches in place, whose orders are compared
+    tie: float  # offers are as good as the best one within this share of its seconds, or a microsecond: models are no better
+    # of x's elements: an intermediate that is saved for a backward pass; of wide factors alone, whose multiply makes intermediates anyway,
+    # those of x or the result.
+    most_saved: float
+
+
+OF: Final = figures(Figures, "planner", HOPPER)  # as of all GPUs
 
 
 def is_worse(seconds: float, least: float) -> bool:
     """Whether an offer or a plan is not about as good as one of these seconds."""
-    return seconds > max(least * (1 + TIE), least + MICROSECOND)
+    return seconds > max(least * (1 + OF.tie), least + MICROSECOND)
 
 
 # ---- where modes stand ---------------------------------------------------------------------------------------------------------
@@ -284,7 +296,7 @@ def time_of(problem: Problem, made: Plan | Draft) -> float:
 
 def _may_stay(problem: Problem) -> bool:
     """Whether launches that could move modes to the front may be slower than others in place, of other families or in another order."""
-    is_wide = any([problem.parts * max(shape) > IN_PLACE_WIDTH for shape in problem.shapes])
+    is_wide = any([problem.parts * max(shape) > OF.in_place_width for shape in problem.shapes])
     return problem.half != "" or is_wide or len({q / p for p, q in problem.shapes}) > 1 or problem.families != ()
 
 
@@ -302,7 +314,7 @@ def _in_place(draft: Draft, bids: _Bids) -> Plan:
     """
     problem, launches = bids.problem, sorted(reversed(draft.launches), key=lambda made: made[1].q / made[1].p)
     best = draft._replace(launches=tuple(launches))
-    if not problem.ends_with_last and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for _, launch in launches]):
+    if not problem.ends_with_last and 2 <= len(launches) <= OF.most_ordered and any([launch.p != launch.q for _, launch in launches]):
         orders = [_repriced(order, bids, is_free) for is_free in (True, False) for order in permutations(launches)]
         least = min(orders, key=lambda made: (time_of(problem, made), made.seconds))
         if is_worse(time_of(problem, best), time_of(problem, least)):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch
-from fastkron_py.kron.rates import figures
+from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, VECTOR_BYTES
 
 if TYPE_CHECKING:
@@ -276,11 +276,27 @@ class HostWork(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A family's bid for a segment: modelled seconds on the device, the launch, and the host's work for it."""
+    """A family's bid for a segment.
+
+    Attributes:
+        seconds: modelled, on the device.
+        launch: of all of the segment.
+        host: the host's work for it.
+        prices: the section of prices by which quantities are seconds.
+        quantities: of the launch.
+    """
 
     seconds: float
     launch: Launch
     host: HostWork = HostWork()
+    prices: str = ""
+    quantities: Mapping[str, float] = {}
+
+    @classmethod
+    def of(cls, segment: Segment, prices: str, quantities: Mapping[str, float], launch: Launch) -> Offer:
+        """The bid of one launch of a kernel with these quantities."""
+        problem = segment.problem
+        return cls(priced(prices, problem.gpu, problem.itemsize, quantities), launch, HostWork(), prices, quantities)
 
 
 @dataclass(frozen=True)

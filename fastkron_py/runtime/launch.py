@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import lru_cache, partial
@@ -95,14 +95,6 @@ class LaunchConfig(NamedTuple):
     grid: tuple[int]
     arguments: dict[str, Any]
 
-    def launch(self, first: Mapping[str, Any]) -> Any:
-        """Launch through Triton, which compiles the kernel first. Returns the compiled kernel, None by the interpreter.
-
-        Args:
-            first: the first arguments, by name.
-        """
-        return self.kernel.run(grid=self.grid, warmup=_only_compiles.get(), **first, **self.arguments, **_OPTIONS)
-
 
 def compile_side_by_side(launchers: Sequence[Launcher], run: Callable[[], Any]) -> None:
     """Compile the kernels that a run would compile one after the other; it launches nothing meanwhile.
@@ -139,12 +131,12 @@ class Launcher:
     def __call__(self, *given: Any) -> None:
         """Launch through Triton's JIT function, which compiles the kernel first."""
         while True:
-            config = self.configs[self._first]
-            kernel, grid, arguments = config
-            names = [name for name in kernel.arg_names if name not in arguments]
+            kernel, grid, arguments = self.configs[self._first]
+            names, is_dry = [name for name in kernel.arg_names if name not in arguments], _only_compiles.get()
+            first = dict(zip(names, map(_in_reals, given), strict=True))
             try:
-                compiled = config.launch(dict(zip(names, map(_in_reals, given), strict=True)))
-                if _only_compiles.get():
+                compiled = kernel.run(grid=grid, warmup=is_dry, **first, **arguments, **_OPTIONS)  # None by the interpreter
+                if is_dry:
                     return
             except OutOfResources:
                 if self._first + 1 == len(self.configs):

@@ -26,7 +26,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if not butterfly.takes(SINGLE, gpu_of(torch.device("cuda"))):
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(butterfly, "quantities", lambda *_: {"streamed": 0.0})
-    monkeypatch.setattr(butterfly, "_LEAST_BITS", 0)
+    monkeypatch.setattr(butterfly, "OF", butterfly.OF._replace(least_bits=0))
     planner.plan.cache_clear()
     yield watch_kernels(monkeypatch)
     planner.plan.cache_clear()

@@ -17,9 +17,7 @@ import fastkron_py
 from fastkron_py.kron.families import butterfly
 from fastkron_py.kron.families.butterfly import (
     LANES,
-    MOST_BITS,
     SIZES,
-    WIDEST,
     Phase,
     Transform,
     small_factors,
@@ -151,10 +149,10 @@ def test_a_matrix_has_its_operands_bits(m: int, bits: int) -> None:
 
 
 def test_transforms_that_are_not_taken() -> None:
-    assert not takes_transform(WIDEST + 4, 6, 4, HOPPER.shared_memory)
+    assert not takes_transform(butterfly.OF.widest + 4, 6, 4, HOPPER.shared_memory)
     assert not takes_transform(12, 6, 2, HOPPER.shared_memory)
     assert not takes_transform(12, 1, 4, HOPPER.shared_memory)  # no 16 bytes side by side
-    assert all(not takes_transform(1, most + 1, itemsize, HOPPER.shared_memory) for itemsize, most in MOST_BITS.items())
+    assert all(not takes_transform(1, most + 1, itemsize, HOPPER.shared_memory) for itemsize, most in butterfly.OF.most_bits.items())
     assert not takes_transform(1, 14, 8, 100_000)  # shared memory of a smaller GPU
     assert takes_transform(1, 13, 8, 100_000)
 

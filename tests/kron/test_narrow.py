@@ -10,7 +10,7 @@ import pytest
 import torch
 from canonical_cases import backward, dense, expected_gradients, multiply, problem, watch_kernels
 
-from fastkron_py.kron.families.narrow import gradient_config, is_narrow, is_narrow_gradient, narrow_config
+from fastkron_py.kron.families.narrow import THREADS, gradient_config, is_narrow, is_narrow_gradient, narrow_config
 from fastkron_py.kron.gradient_problem import Group, GroupProblem
 from fastkron_py.kron.problem import contiguous_problem
 from fastkron_py.runtime import device as devices
@@ -110,7 +110,7 @@ def test_configurations() -> None:
         for p, q in ((1, 1), (3, 3), (5, 13), (64, 2), (8, 4)):
             config = narrow_config(p, q, 4, num_slices, after, HOPPER)
             assert q <= config.block_q <= 2 * q
-            assert config.block_s >= config.num_warps * 32
+            assert config.block_s >= THREADS
             if is_narrow_gradient(p, q, 4, HOPPER):
                 rows = -(-num_slices // after)
                 asked = GroupProblem.of(contiguous_problem([(p, q)], rows, after, torch.float32, HOPPER), Group(0, 0, 1), [q])

@@ -15,18 +15,41 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
-from fastkron_py.kron.rates import priced
+from fastkron_py.kron.rates import figures
+from fastkron_py.runtime.gpu import HOPPER
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from fastkron_py.runtime.gpu import GPU
     from fastkron_py.runtime.launch import LaunchConfig
 
 LANES: Final = 5  # bits of 32 threads
-LEAST_TILE: Final = 11  # bits: 2048 elements
 SINGLE, DOUBLE = 4, 8  # bytes of an element
 VECTOR: Final = {2: 3, SINGLE: 2, DOUBLE: 1}  # bits of 16 bytes, by bytes of an element
+
+
+class Figures(NamedTuple):
+    """Sizes that registers hold, and those beyond which other kernels are faster; bits are those of a number of elements."""
+
+    least_tile: int  # bits
+    widest: int  # order m of a matrix in registers that tensor cores multiply with
+    most_bits: Mapping[int, int]  # of transformed rows, by bytes of an element; longer half types would leave the next row no room
+    few_values: int  # bits of a thread's elements,
+    more_values: int  # of large tiles, where that saves an exchange, and of wide matrices:
+    large: int  # bits of a tile, and
+    narrow: int  # the widest matrix that is not wide
+    longest: Mapping[int, int]  # bits of a row of small factors, by bytes of an element
+    values: Mapping[int, int]  # bits of a thread's elements there
+    least_bits: int  # of such a row: shorter ones are one factor of the other kernels, multiplied out
+    large_tile: int  # bits that leave room for few tiles on a multiprocessor
+    light_products: int  # sums of products for an element that memory hides,
+    light_large_products: int  # in large tiles too
+
+
+OF: Final = figures(Figures, "small_factors", HOPPER)  # as of all GPUs
 
 
 class Phase(NamedTuple):
@@ -47,13 +70,6 @@ def phase_of(tile: int, registers: Sequence[int], modes: Sequence[Any]) -> Phase
 # ---- Hadamard transforms --------------------------------------------------------------------------
 # A row of n = m * 2^k elements is padded to 2^(k + b), where m <= 2^b. In a phase each thread adds and subtracts elements that differ in
 # one bit, for each bit that its registers hold: a mode is the number of a bit.
-
-WIDEST: Final = 32  # orders m that tensor cores multiply with a matrix in registers
-# The longest rows, in bits, by bytes of an element. Half types of 32768 would leave a multiprocessor no room for the next row.
-MOST_BITS: Final = {2: 14, SINGLE: 15, DOUBLE: 14}
-_FEW_VALUES: Final = 5  # bits of a thread's elements, and
-_LARGE, _MORE_VALUES = 13, 6  # of large tiles, where that saves an exchange, and of wide matrices
-_NARROW: Final = 16
 
 
 class Transform(NamedTuple):
@@ -91,13 +107,13 @@ def transform(m: int, bits: int, itemsize: int) -> Transform:
     """The launch for rows of m * 2^bits elements.
 
     Args:
-        m: 1, or the order of a matrix, `WIDEST` at most, of float32.
+        m: 1, or the order of a matrix, `Figures.widest` at most, of float32.
         bits: k.
         itemsize: bytes of an element; sums have 4, or 8 where elements have.
     """
     order_bits = (m - 1).bit_length()
-    tile = max(LEAST_TILE, bits + order_bits)
-    values = _MORE_VALUES if (tile >= _LARGE and itemsize < DOUBLE) or m > _NARROW else _FEW_VALUES
+    tile = max(OF.least_tile, bits + order_bits)
+    values = OF.more_values if (tile >= OF.large and itemsize < DOUBLE) or m > OF.narrow else OF.few_values
     vector = min(bits, VECTOR[itemsize])
     columns = [*range(bits), *range(bits + order_bits, tile)]  # but for m's
     if not order_bits:
@@ -125,10 +141,10 @@ def takes_transform(m: int, bits: int, itemsize: int, shared_memory: int) -> boo
         itemsize: bytes of an element.
         shared_memory: bytes that a program can have.
     """
-    if m > 1 and (m > WIDEST or itemsize != SINGLE or bits < VECTOR[SINGLE]):  # half types: two factors on tensor cores are faster
+    if m > 1 and (m > OF.widest or itemsize != SINGLE or bits < VECTOR[SINGLE]):  # half types: two factors on tensor cores are faster
         return False
     row = bits + (m - 1).bit_length()
-    return row <= MOST_BITS[itemsize] and max(SINGLE, itemsize) << max(LEAST_TILE, row) <= shared_memory
+    return row <= OF.most_bits[itemsize] and max(SINGLE, itemsize) << max(OF.least_tile, row) <= shared_memory
 
 
 def _as_operand(tile: int, bits: int, registers: Sequence[int], lanes: Sequence[int]) -> Phase:
@@ -179,11 +195,6 @@ moves_to_front: Final = True
 add: Final = add_launch
 
 SIZES: Final = (2, 4, 8)  # rows and columns of a factor
-_LONGEST: Final = {SINGLE: 14, DOUBLE: 13}  # bits of a row, by bytes of an element
-_VALUES: Final = {SINGLE: 6, DOUBLE: 5}  # bits of a thread's elements
-_LEAST_BITS: Final = 8  # of a row: shorter ones are one factor of the other kernels, multiplied out
-_LARGE_TILE: Final = 13  # bits that leave room for few tiles on a multiprocessor
-_LIGHT_PRODUCTS, _LIGHT_LARGE_PRODUCTS = 24, 28  # sums of products for an element that memory hides, in large tiles too
 
 
 class Group(NamedTuple):
@@ -216,13 +227,13 @@ class SmallFactors(NamedTuple):
 def takes_small_factors(ps: Sequence[int], qs: Sequence[int], itemsize: int) -> bool:
     """Whether the kernel multiplies all of these factors at once."""
     is_small = len(ps) > 1 and tuple(ps) == tuple(qs) and all([p in SIZES for p in ps])
-    return is_small and itemsize in _LONGEST and sum([_width(p) for p in ps]) <= _LONGEST[itemsize]
+    return is_small and itemsize in OF.longest and sum([_width(p) for p in ps]) <= OF.longest[itemsize]
 
 
 def quantities(mode: Mode, ps: Sequence[int]) -> dict[str, float]:
     """Those of a launch: memory hides the products of light tiles, and large ones leave room for few on a multiprocessor."""
-    products, is_large = sum(ps), sum([_width(p) for p in ps]) >= _LARGE_TILE
-    is_heavy = products > (_LIGHT_LARGE_PRODUCTS if is_large else _LIGHT_PRODUCTS)
+    products, is_large = sum(ps), sum([_width(p) for p in ps]) >= OF.large_tile
+    is_heavy = products > (OF.light_large_products if is_large else OF.light_products)
     moved = mode.moves(1, 1)["bytes"]
     return {
         "start": MICROSECOND,
@@ -238,7 +249,7 @@ def quantities(mode: Mode, ps: Sequence[int]) -> dict[str, float]:
 def small_factors(ps: tuple[int, ...], itemsize: int) -> SmallFactors:
     """The launch for square factors of these sizes."""
     bits = sum([_width(p) for p in ps])
-    tile, vector, values = max(LEAST_TILE, bits), VECTOR[itemsize], _VALUES[itemsize]
+    tile, vector, values = max(OF.least_tile, bits), VECTOR[itemsize], OF.values[itemsize]
     left, low = [], 0
     for factor in reversed(range(len(ps))):
         left.append(Group(factor, low, _width(ps[factor])))
@@ -320,11 +331,11 @@ def offers(segment: Segment) -> list[Offer] | str:
     """All factors at once."""
     problem, ps = segment.problem, segment.ps
     if not (segment.is_first and segment.is_last) or not takes_small_factors(ps, segment.qs, problem.itemsize):
-        return f"takes all factors at once, which are square, of {SIZES} rows, and rows of up to 2^{_LONGEST[problem.itemsize]} elements"
-    if sum([_width(p) for p in ps]) < _LEAST_BITS:
-        return f"takes rows of at least 2^{_LEAST_BITS} elements"
-    seconds = priced(name, problem.gpu, problem.itemsize, quantities(segment.mode, ps))
-    return [Offer(seconds, Launch(steps_of(ps, segment.qs, tuple(range(len(ps) + 1))), name))]
+        return f"takes all factors at once, which are square, of {SIZES} rows, and rows of up to 2^{OF.longest[problem.itemsize]} elements"
+    if sum([_width(p) for p in ps]) < OF.least_bits:
+        return f"takes rows of at least 2^{OF.least_bits} elements"
+    launch = Launch(steps_of(ps, segment.qs, tuple(range(len(ps) + 1))), name)
+    return [Offer.of(segment, name, quantities(segment.mode, ps), launch)]
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:

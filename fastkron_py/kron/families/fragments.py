@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits_of, without
 from fastkron_py.kron.plan.steps import DOT_SIDE, ChainWork, Ends, Launch, Step, balanced, chain_work, merged, run_of, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
-from fastkron_py.kron.rates import priced
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
@@ -367,9 +366,8 @@ def offers(segment: Segment) -> list[Offer] | str:
     for launch, chain in _launches(segment.ps, segment.qs):
         config = chained_config(chain, problem.itemsize, sectors, max(1, mode.slices))
         if config is not None:
-            quantities = chained_quantities(mode, chain, config)
             section = name if chain.length == 1 else "fragments_chain"
-            found.append(Offer(priced(section, problem.gpu, problem.itemsize, quantities), launch))
+            found.append(Offer.of(segment, section, chained_quantities(mode, chain, config), launch))
     return found or "no tile has room for such steps"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch, Step, tile_constants
 from fastkron_py.kron.problem import LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
-from fastkron_py.kron.rates import figures, priced
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, VECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
@@ -58,8 +58,6 @@ class NarrowConfig:
     run: int
     block_q: int
     unroll: int
-    num_warps: int
-    programs_per_sm: int
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,6 @@ class NarrowGradientConfig:
     block_s: int
     run: int
     programs: int
-    num_warps: int
 
 
 def is_narrow(p: int, q: int, itemsize: int, gpu: GPU) -> bool:
@@ -95,7 +92,7 @@ def narrow_config(p: int, q: int, itemsize: int, num_slices: int, after: int, gp
     if run == 1:
         near = of.near_bytes // (p * itemsize) if after == 1 else most
         block_s = max(THREADS, min(of.tile // block_q, most, 1 << near.bit_length() - 1))
-    return NarrowConfig(block_s, run, block_q, min(p, of.width), THREADS // 32, of.programs_per_sm)
+    return NarrowConfig(block_s, run, block_q, min(p, of.width))
 
 
 def is_narrow_gradient(p: int, q: int, itemsize: int, gpu: GPU) -> bool:
@@ -117,7 +114,7 @@ def gradient_config(problem: GroupProblem) -> NarrowGradientConfig:
         block_s = min(THREADS * max(1, of.gradient_sums // sums), most)
     tiles = math.ceil(problem.num_slices / block_s)
     most = max(1, math.ceil(gpu.multiprocessors * of.programs_per_sm / groups))
-    return NarrowGradientConfig(block_s, run, math.ceil(tiles / math.ceil(tiles / most)), THREADS // 32)
+    return NarrowGradientConfig(block_s, run, math.ceil(tiles / math.ceil(tiles / most)))
 
 
 def _vectors(after: int, itemsize: int, longest: int, most: int) -> tuple[int, int]:
@@ -144,13 +141,14 @@ def offers(segment: Segment) -> list[Offer] | str:
         of = Figures.of(problem.gpu)
         return f"takes one step of up to {of.width} columns and {of.elements[problem.itemsize]} elements, in real numbers"
     step = Step(0, len(segment.ps), mode.p // problem.parts, mode.q // problem.parts, problem.parts)
-    return [Offer(priced(name, problem.gpu, problem.itemsize, quantities(mode, step)), Launch((step,), name))]
+    return [Offer.of(segment, name, quantities(mode, step), Launch((step,), name))]
 
 
 def quantities(mode: Mode, step: Step) -> dict[str, float]:
     """Those of a step, whose programs move whole tiles."""
     config = narrow_config(step.p, step.q, mode.itemsize * step.parts, mode.slices, mode.after, mode.gpu)
-    _, rounds = mode.rounds(mode.batches * ceil(mode.slices, config.block_s) * ceil(step.q, config.block_q), config.programs_per_sm)
+    tiles = mode.batches * ceil(mode.slices, config.block_s) * ceil(step.q, config.block_q)
+    _, rounds = mode.rounds(tiles, Figures.of(mode.gpu).programs_per_sm)
     return mode.moves(config.block_s, config.run) | {"tiles": mode.moving(rounds * config.block_s * (mode.p + mode.q))}
 
 
@@ -174,9 +172,9 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
         "BLOCK_Q": config.block_q,
         "UNROLL": config.unroll,
         "num_tiles": num_tiles,
-        "num_warps": config.num_warps,
+        "num_warps": THREADS // 32,
     }
-    programs = min(num_tiles, problem.gpu.multiprocessors * config.programs_per_sm)
+    programs = min(num_tiles, problem.gpu.multiprocessors * Figures.of(problem.gpu).programs_per_sm)
     return (LaunchConfig(_narrow_multiply_fwd_kernel, (programs,), arguments),)
 
 
@@ -218,6 +216,6 @@ def gradient_launch(problem: GroupProblem) -> GradientLaunch:
         "Q": q,
         "P_PAD": next_power_of_two(p),
         "Q_PAD": next_power_of_two(q),
-        "num_warps": config.num_warps,
+        "num_warps": THREADS // 32,
     }
     return GradientLaunch((LaunchConfig(_narrow_multiply_bwd_kernel, (groups * config.programs,), arguments),), config.programs)

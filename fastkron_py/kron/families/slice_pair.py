@@ -23,8 +23,7 @@ add: Final = add_launch
 
 ROWS: Final = 64  # of a warpgroup's product, to which those of the factor on the left are padded
 LEAST_LEFT: Final = ROWS // 2 + 1  # rows and columns of that factor, and of the one on the right:
-LEAST_RIGHT: Final = ROWS // 2  # narrower steps are multiplied by single warps,
-NARROWEST: Final = 8
+LEAST_RIGHT: Final = ROWS // 2  # narrower steps are multiplied by single warps
 WIDEST: Final = 2 * ROWS  # of these, and of steps with a factor in the middle
 
 Parts = tuple[tuple[int, int], ...]
@@ -33,6 +32,7 @@ Parts = tuple[tuple[int, int], ...]
 class Figures(NamedTuple):
     """Sizes beyond which a program spills, or is slower than with other warps and stages; and the time of loading factors."""
 
+    narrowest: int  # rows and columns of a step
     widest_left: int  # rows and columns of the factor on the left
     widest_right: int  # of the one on the right
     least_right_of_wide: int  # beside a factor over WIDEST on the left
@@ -180,7 +180,7 @@ def slice_pairs(ps: Sequence[int], qs: Sequence[int]) -> Iterator[tuple[Step, ..
     """The pairs of steps that multiply factors of these rows and columns and that the kernel takes."""
     for split in range(1, len(ps)):
         steps = first, second = steps_of(ps, qs, (0, split, len(ps)))
-        if min(first.p, first.q, second.p, second.q) >= NARROWEST and _best_tiling(steps) is not None:
+        if min(first.p, first.q, second.p, second.q) >= OF.narrowest and _best_tiling(steps) is not None:
             yield steps
 
 
@@ -290,8 +290,8 @@ def offers(segment: Segment) -> list[Offer] | str:
         return "takes slices that are runs of memory, and leaves them in place"
     factors, found = (segment.ps, segment.qs), list[Offer]()
     for steps in (*slice_pairs(*factors), *slice_triples(*factors)):
-        found.append(Offer(seconds(segment.mode, steps), Launch(steps, name)))
-    return found or f"takes two steps from {NARROWEST} to {OF.widest_left} and {OF.widest_right} wide whose sums fit into registers"
+        found.append(Offer.of(segment, name, quantities(segment.mode, steps), Launch(steps, name)))
+    return found or f"takes two steps from {OF.narrowest} to {OF.widest_left} and {OF.widest_right} wide whose sums fit into registers"
 
 
 def seconds(mode: Mode, steps: Sequence[Step]) -> float:

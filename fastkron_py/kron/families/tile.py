@@ -23,7 +23,7 @@ from fastkron_py.kron.plan.steps import (
     tile_constants,
 )
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
-from fastkron_py.kron.rates import figures, priced
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 
 if TYPE_CHECKING:
@@ -41,17 +41,17 @@ CHAIN_WIDTH: Final = 64
 COMPLEX_MERGES: Final = (CHAIN_WIDTH // 4, CHAIN_WIDTH // 2, CHAIN_WIDTH)
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
-SINGLE_SLICES: Final = 128  # of a tile of a single step, as the closed form takes it, at most
-
 RESIDENT: Final = 2 * CHAIN_WIDTH  # width up to which one step keeps the whole factor on chip, but for float64
 
 
 class Figures(NamedTuple):
-    """Of chains, and of gradients."""
+    """Of tiles, and of gradients."""
 
+    single_slices: int  # of a tile of a single step, at most
     large_chain: int  # real numbers of a slice, beyond which a multiprocessor has no room for two tiles
     gradient_programs: Mapping[int, int]  # of a multiprocessor, by bytes of a number
     gradient_splits: int  # of a factor's gradient, whose tiles are small, for each multiprocessor
+    gradient_factors: int  # of a step, at most: a factor's gradient multiplies all others out, and the kernel takes long to compile
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def single_configs(mode: Mode, parts: int) -> tuple[SingleConfig, ...]:
         mode: what it multiplies.
         parts: real numbers of an element.
     """
-    block_s = min(SINGLE_SLICES, max(DOT_SIDE, next_power_of_two(mode.slices)))
+    block_s = min(figures(Figures, name, mode.gpu).single_slices, max(DOT_SIDE, next_power_of_two(mode.slices)))
     configs = _single_configs(mode.p, mode.q, mode.itemsize, block_s, mode.gpu)
     if parts > 1 and max(padded(mode.p), padded(mode.q)) > CHAIN_WIDTH:
         configs = configs[-2:]  # larger blocks of wide factors have no room for parts in shared memory, or spill
@@ -229,7 +229,7 @@ def offers(segment: Segment) -> list[Offer] | str:
     problem, found = segment.problem, list[Offer]()
     for launch in _launches(segment.ps, segment.qs, problem.parts):
         if len(launch.steps) == 1 or (is_chain(launch, problem.itemsize, segment.is_last) and not _spills(launch, problem)):
-            found.append(Offer(seconds(segment, launch), launch))
+            found.append(_offer(segment, launch))
     return found or "a chain does not fit on chip"
 
 
@@ -246,13 +246,11 @@ def _spills(launch: Launch, problem: Problem) -> bool:
     return problem.itemsize == 8 and not problem.gpu.has_shared_operands and widest > CHAIN_WIDTH // 2
 
 
-def seconds(segment: Segment, launch: Launch) -> float:
-    """The modelled seconds of a launch of all of a segment."""
-    problem, mode = segment.problem, segment.mode
-    config = configs(launch, mode, segment.before)[0]
+def _offer(segment: Segment, launch: Launch) -> Offer:
+    config = configs(launch, segment.mode, segment.before)[0]
     if isinstance(config, SingleConfig):
-        return priced(name, problem.gpu, problem.itemsize, step_quantities(mode, config))
-    return priced("tile_chain", problem.gpu, problem.itemsize, chain_quantities(mode, launch, config))
+        return Offer.of(segment, name, step_quantities(segment.mode, config), launch)
+    return Offer.of(segment, "tile_chain", chain_quantities(segment.mode, launch, config), launch)
 
 
 def configs(launch: Launch, mode: Mode, before: int) -> tuple[Config, ...]:

@@ -26,7 +26,6 @@ gradient_order: Final = 20
 # Widest step of a fused kernel, and of a chain, in real numbers: beyond it the sums, operands and factors do not fit into registers.
 STEP_WIDTH: Final = tile.CHAIN_WIDTH
 CHAIN_WIDTH: Final = STEP_WIDTH // 2
-MOST_FACTORS: Final = 8  # of a step: a factor's gradient multiplies all others out, and the kernel takes long to compile
 # Padded numbers of a tile of u, or of g, of 4 bytes: sixteen a thread of four warps, or of eight. More spill, as compiled
 # for an H100, where two programs of four warps fit on a multiprocessor, which hide each other's waiting, or one of eight.
 TILE: Final = 2048
@@ -83,7 +82,7 @@ def fits(problem: GroupProblem) -> bool:
     widest = CHAIN_WIDTH if chain else STEP_WIDTH
     if problem.itemsize == 8 and not problem.gpu.has_float64_cores:
         widest = 0 if chain else DOT_SIDE
-    if any(stop - start > MOST_FACTORS for start, stop in problem.steps):
+    if any(stop - start > _figures(problem).gradient_factors for start, stop in problem.steps):
         return False
     if any(problem.parts * max(pads) > widest for pads in problem.pads):
         return False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from fastkron_py.kron.families import tile
 from fastkron_py.kron.plan.steps import Launch, Step, run_of
 from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, WORD, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
-from fastkron_py.kron.rates import figures, priced
+from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import VECTOR_BYTES
 
 if TYPE_CHECKING:
@@ -26,24 +26,22 @@ gradient_order: Final = 30
 moves_to_front: Final = True
 add: Final = add_launch
 
-_GROUP: Final = 8  # rows of tiles that are in flight together
 # Of a thread that holds sums, and of those that bring the left and the right operand, or copy the left one.
 _REGISTERS: Final = (160, 96, 96)
 _REGISTERS_COPYING: Final = (184, 40, 104)
-# Steps between two additions to the float32 sum: tensor cores, which cut sums off, may add up 64 terms by themselves.
-_FLUSH: Final = 2
 _UNUSED: Final = (0, 0, 0, 0, 0)
 
 LEAST: Final = tile.CHAIN_WIDTH  # a factor is wider
 BLOCK_M: Final = 128  # rows of two warpgroups
 _BLOCKS_N: Final = (128, 64, 32)
-_MOST_STAGES: Final = 6
-_RING: Final = _MOST_STAGES * (BLOCK_M + _BLOCKS_N[0]) * BLOCK_K * WORD  # bytes of operands in shared memory
 
 
 class Figures(NamedTuple):
-    """Of tiles' seconds, by which they are chosen."""
+    """Of tiles, and of their seconds, by which they are chosen."""
 
+    group: int  # rows of tiles that are in flight together
+    flush: int  # steps between two additions to the float32 sum: tensor cores, which cut sums off, may add up 64 terms by themselves
+    most_stages: int  # steps whose operands are in shared memory
     share: Mapping[int, float]  # of the tensor cores' rate, by bytes of an element
     block: Mapping[int, float]  # times that, by columns of a tile
     step: float  # seconds that a step takes at least
@@ -93,9 +91,9 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sl
 
 def ring_stages(mode: Mode, block_n: int, is_copied: bool) -> int:
     """Steps whose operands are in shared memory: those that are stored for three passes in two halves, a copied left one as it is."""
-    halves = 2 if mode.passes == 3 else 1
+    most, halves = _figures(mode).most_stages, 2 if mode.passes == 3 else 1
     lines = BLOCK_M * (1 if is_copied else halves) + block_n * halves
-    return min(_MOST_STAGES, _RING // (lines * BLOCK_K * mode.itemsize))
+    return min(most, most * (BLOCK_M + _BLOCKS_N[0]) * WORD // (lines * mode.itemsize))  # of the widest tile of float32
 
 
 @lru_cache(maxsize=1024)
@@ -142,12 +140,8 @@ def offers(segment: Segment) -> list[Offer] | str:
     """One large factor."""
     if len(segment.ps) > 1 or max(segment.ps[0], segment.qs[0]) <= LEAST:
         return f"takes one factor that is wider than {LEAST}"
-    return [Offer(seconds(segment.mode), Launch((Step(0, 1, segment.ps[0], segment.qs[0]),), name))]
-
-
-def seconds(mode: Mode) -> float:
-    """The modelled seconds of a multiply."""
-    return priced(name, mode.gpu, mode.itemsize, quantities(mode))
+    launch = Launch((Step(0, 1, segment.ps[0], segment.qs[0]),), name)
+    return [Offer.of(segment, name, quantities(segment.mode), launch)]
 
 
 def quantities(mode: Mode) -> dict[str, float]:
@@ -319,9 +313,9 @@ def _launch(
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": config.block_n,
         "BLOCK_K": BLOCK_K,
-        "GROUP": _GROUP,
+        "GROUP": _figures(mode).group,
         "STAGES": ring_stages(mode, config.block_n, is_copied),
-        "FLUSH": _FLUSH if three else 0,
+        "FLUSH": _figures(mode).flush if three else 0,
         "PRECISION": "half" if mode.itemsize == 2 else "split" if three else "cut",
         "IS_COPIED": is_copied,
         "REGISTERS": _REGISTERS_COPYING if is_copied else _REGISTERS,

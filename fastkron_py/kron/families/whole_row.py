@@ -12,10 +12,10 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import Bit, bits_of, digits_of
-from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step, steps_of
+from fastkron_py.kron.plan.steps import DOT_SIDE, HALF_VECTOR, Launch, Step, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
-from fastkron_py.kron.rates import priced
-from fastkron_py.runtime.gpu import GPU, HOPPER
+from fastkron_py.kron.rates import figures
+from fastkron_py.runtime.gpu import GPU, HOPPER, VECTOR_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -27,21 +27,29 @@ order: Final = 0
 moves_to_front: Final = False  # a row is stored where it was
 add: Final = add_launch
 
-MOST_ELEMENTS: Final = 65536  # of a row; a result may have twice as many
 SIDES: Final = (16, 32)  # rows and columns of a step; of square ones also the widths in SQUARES, which are of A, M and C
 SQUARES: Final = ((16, 32, 64), (8, 16, 32), (16, 32, 64))
-TILE: Final = 16  # rows of a product; a narrower M multiplies two matrices at once
-WIDEST: Final = 64
-LOW: Final = 8  # indices of a mode that swap vectors (see `hopper.whole_row`)
-VECTOR_BITS: Final = 3  # of eight elements
+TILE: Final = DOT_SIDE  # rows of a product; a narrower M multiplies two matrices at once
+LOW: Final = HALF_VECTOR  # indices of a mode that swap vectors (see `hopper.whole_row`)
+VECTOR_BITS: Final = digits_of(HALF_VECTOR)
 LINE_BITS: Final = 6  # of the 64 elements that reach all banks
-PART_BYTES: Final = 16384  # of a row, at least, copied at once
-RING: Final = 3  # parts in shared memory, and
-LONG_RING: Final = 6  # where a multiprocessor has one program of three steps
-HALF_BYTES: Final = 2
+HALF_BYTES: Final = VECTOR_BYTES // HALF_VECTOR
 
 Bases = list[list[int]]
 A, B, M, C, MATRIX = range(5)  # modes, and the matrices of a part of a row
+
+
+class Figures(NamedTuple):
+    """Of rows, and of their parts."""
+
+    most_elements: int  # of a row; a result may have twice as many
+    widest: int  # rows of a factor, whose program has eight warps
+    part_bytes: int  # of a row, at least, copied at once
+    ring: int  # parts in shared memory, and
+    long_ring: int  # where a multiprocessor has one program of three steps
+
+
+OF: Final = figures(Figures, name, HOPPER)  # as of all GPUs that have the kernel
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ def sizes_of(steps: Sequence[Step]) -> tuple[int, int, int, int, int, int, int]:
 
 def whole_rows(ps: Sequence[int], qs: Sequence[int]) -> Iterator[tuple[Step, ...]]:
     """The steps, three or four, by which the kernel multiplies factors of these rows and columns."""
-    if math.prod(ps) > MOST_ELEMENTS or math.prod(qs) > 2 * MOST_ELEMENTS:
+    if math.prod(ps) > OF.most_elements or math.prod(qs) > 2 * OF.most_elements:
         return
     for count in (2, 3):
         for cuts in combinations(range(1, len(ps)), count):
@@ -90,7 +98,7 @@ def _takes(steps: Sequence[Step]) -> bool:
             return False
         a, m, c = steps
         # One program of eight warps, whose registers the factors fill: (64, 8, 64) takes longer than two steps with a factor in the middle.
-        if c.p == WIDEST and (m.p > TILE or a.p == WIDEST):
+        if c.p == OF.widest and (m.p > TILE or a.p == OF.widest):
             return False
     elif len(steps) == 4 and steps[1].p != steps[1].q:
         return False
@@ -107,12 +115,12 @@ def whole_row_config(steps: Sequence[Step]) -> WholeRowConfig:
     """The launch of the steps."""
     pa, _, pb, pm, _, pc, _ = sizes_of(steps)
     if pb > 1:
-        return WholeRowConfig(8, LOW * LOW, RING, 1)
+        return WholeRowConfig(8, LOW * LOW, OF.ring, 1)
     rows = max(TILE, pm)
-    matrices = max(LOW, min(pa * pm // rows, PART_BYTES // (HALF_BYTES * rows * pc)))
-    if pc == WIDEST or (pa == WIDEST and pm > LOW and pc > TILE):  # whose factors and sums fill the registers of eight warps
-        return WholeRowConfig(8, matrices, LONG_RING, 1)
-    return WholeRowConfig(4, matrices, RING, 2)
+    matrices = max(LOW, min(pa * pm // rows, OF.part_bytes // (HALF_BYTES * rows * pc)))
+    if pc == OF.widest or (pa == OF.widest and pm > LOW and pc > TILE):  # whose factors and sums fill the registers of eight warps
+        return WholeRowConfig(8, matrices, OF.long_ring, 1)
+    return WholeRowConfig(4, matrices, OF.ring, 2)
 
 
 def quantities(mode: Mode, steps: Sequence[Step]) -> dict[str, float]:
@@ -330,12 +338,11 @@ def refusal(problem: Problem) -> str | None:
 
 def offers(segment: Segment) -> list[Offer] | str:
     """Three or four steps of the last factors on one row at a time."""
-    problem = segment.problem
     if not segment.in_place or not segment.is_last:
         return "takes rows that are runs of memory, and leaves them in place"
     mode, found = segment.mode, list[Offer]()
     for steps in whole_rows(segment.ps, segment.qs):
-        found.append(Offer(priced(name, problem.gpu, problem.itemsize, quantities(mode, steps)), Launch(steps, name)))
+        found.append(Offer.of(segment, name, quantities(mode, steps), Launch(steps, name)))
     return found or f"takes three or four steps of {SIDES} or {SQUARES} rows and columns"
 
 

@@ -13,15 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from fastkron_py.kron import planner
 from fastkron_py.kron.families import gradient_families, gradient_offers, offers
 from fastkron_py.kron.families.tile import RESIDENT
 from fastkron_py.kron.gradient_problem import GradientOffer, Group, GroupProblem
 from fastkron_py.kron.problem import Problem, contiguous_problem
-
-MOST_SAVED: Final = 1 / 4  # of x's elements; of wide factors alone, whose multiply makes intermediates anyway, those of x or the result
 
 
 def bids(problem: GroupProblem) -> list[GradientOffer]:
@@ -188,7 +186,7 @@ def find_cut(problem: Problem) -> Cut | None:
     cuts = [Cut.of(problem, at, last_first) for at in range(1, len(problem.shapes)) for last_first in (False, True)]
     is_wide = all([max(shape) > RESIDENT for shape in problem.shapes])
     elements = math.prod(problem.shape)
-    most = max(elements, math.prod(problem.result_shape)) if is_wide else MOST_SAVED * elements
+    most = max(elements, math.prod(problem.result_shape)) if is_wide else planner.OF.most_saved * elements
     timed = [(both_passes(cut.first) + both_passes(cut.second), cut) for cut in cuts if math.prod(cut.second.shape) <= most]
     if not timed:
         return None

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,48 +17,69 @@ from fastkron_py.kron.canonical import Scale
 from fastkron_py.kron.families import BY_NAME, family_of
 from fastkron_py.kron.forward import is_mergeable, launches_of, multiply_problem, with_whole_rows
 from fastkron_py.kron.planner import choose, plans
+from fastkron_py.kron.rates import figures
 from fastkron_py.kron.tune.api import Report, TuningResult
 from fastkron_py.kron.tune.table import Choice, problem_of
 from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.runtime.program import Program
 from fastkron_py.testing import assert_close, tolerances
 
-FLUSH_BYTES: Final = 256 << 20  # more than any GPU's L2 cache
 ROUNDS: Final = (3, 20)  # fewest and most calls behind a time
-ROUNDS_SECONDS: Final = 0.05
-TOO_SLOW: Final = 1.5  # a first call that takes this many times the best so far is the last
-WORTH: Final = 0.98  # of the closed form's time: more is noise, and the closed form stays
-PLANS: Final = 4  # of all families together, by modelled time
-FINALISTS: Final = 3
+
+
+class Figures(NamedTuple):
+    """Of the search."""
+
+    flush_bytes: int  # more than any GPU's L2 cache
+    flush_seconds: float  # that a GPU takes to overwrite them, at the least
+    most_flushes: int  # before a call
+    seconds: float  # of the calls behind a time
+    too_slow: float  # a first call that takes this many times the best so far is the last
+    worth: float  # of the closed form's time: more is noise, and the closed form stays
+    plans: int  # of all families together, by modelled time
+    finalists: int
+
+
+OF: Final = figures(Figures, "tune", HOPPER)  # as of all GPUs
 
 
 class Timer:
-    """Seconds of one call: between two CUDA events with the L2 cache overwritten before, or by the host's clock."""
+    """Seconds of one call: between two CUDA events with the L2 cache overwritten before, or by the host's clock.
+
+    The cache is overwritten for longer than the host took to prepare the last call, so that the device does not wait for it in between.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._flush = torch.empty(FLUSH_BYTES if self._on_gpu else 0, dtype=torch.uint8, device=device)
+        self._on_gpu, self._flushes = device.type == "cuda", 1
+        self._flush = torch.empty(OF.flush_bytes if self._on_gpu else 0, dtype=torch.uint8, device=device)
 
     def __call__(self, call: Callable[[], Any]) -> float:
         """Time one call."""
         if not self._on_gpu:
-            start = time.perf_counter()
-            call()
-            return time.perf_counter() - start
+            return _host_seconds(call)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._flush.zero_()  # also keeps the device busy while the host prepares the call
+        for _ in range(self._flushes):
+            self._flush.zero_()
         begin.record()
-        call()
+        prepared = _host_seconds(call)
         end.record()
         end.synchronize()
+        self._flushes = 2 + int(min(prepared / OF.flush_seconds, OF.most_flushes))
         return float(begin.elapsed_time(end)) / 1e3
+
+
+def _host_seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def whole_plans(multiply: problems.Problem) -> list[Choice]:
     """The closed form's plan, the best few of all families together, and the best of each family by itself."""
     found = [choose(multiply)]
-    for names, keep in (((), PLANS), *[((name,), 1) for name in BY_NAME]):
+    for names, keep in (((), OF.plans), *[((name,), 1) for name in BY_NAME]):
         with contextlib.suppress(ValueError):  # a family that does not take some of the factors
             found += plans(replace(multiply, families=names, counts_host=False), keep)
     return list(dict.fromkeys([Choice.of(made.launches) for made in found]))
@@ -132,7 +153,7 @@ class Search:
                     torch.cuda.synchronize(self.tensors[0].device)  # a device that is lost for good says so here, and the search ends
             self.tried += 1
             self.report(self.result())
-        self.times = self.interleaved([*dict.fromkeys([self.closed, *self.fastest()[:FINALISTS]])], 4 * ROUNDS_SECONDS)
+        self.times = self.interleaved([*dict.fromkeys([self.closed, *self.fastest()[: OF.finalists]])], 4 * OF.seconds)
 
     def fastest(self) -> list[Choice]:
         """The choices that have a time, the fastest first."""
@@ -142,9 +163,9 @@ class Search:
         """The time of a choice, by that of the closed form at the same time."""
         self.programs[choice] = self.program(choice)
         first = self.timer(lambda: self.call(choice))
-        if first > TOO_SLOW * min(self.times.values()):
+        if first > OF.too_slow * min(self.times.values()):
             return first
-        taken = self.interleaved([self.closed, choice], ROUNDS_SECONDS)
+        taken = self.interleaved([self.closed, choice], OF.seconds)
         return taken[choice] * self.default_seconds / taken[self.closed]
 
     def interleaved(self, choices: Sequence[Choice], seconds: float) -> dict[Choice, float]:
@@ -158,7 +179,7 @@ class Search:
     def result(self) -> TuningResult:
         """The fastest of the choices that have a time, or the closed form's where none is clearly faster."""
         (winner, *_), default = self.fastest(), self.times[self.closed]
-        is_faster, spent = self.times[winner] <= WORTH * default, time.perf_counter() - self.start
+        is_faster, spent = self.times[winner] <= OF.worth * default, time.perf_counter() - self.start
         best, choice = (self.times[winner], winner) if is_faster else (default, None)
         return TuningResult(self.problem, default, best, choice, self.tried, tuple(self.dropped), spent)
 
