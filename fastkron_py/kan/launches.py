@@ -15,7 +15,7 @@ from fastkron_py.kan.kernels.forward import _poly_kan_fwd_kernel
 from fastkron_py.kan.kernels.gradients import _poly_kan_gradients_kernel, epilogue_input_gradient, fetch_input
 from fastkron_py.kan.kernels.operands import _sum_segments_kernel
 from fastkron_py.kan.layer_config import LayerConfig
-from fastkron_py.kan.plan import GROUP, Pipelined, Sizes, Tile
+from fastkron_py.kan.plan import Pipelined, Sizes, Tile
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
@@ -354,7 +354,7 @@ def _add_pipelined_forward(call: _Call, low: Tensor, bias: Tensor | None, y: Ten
         items=choice.work_items,
         HAS_BIAS=bias is not None,
         BLOCK_M=plan.BLOCK_M,
-        GROUP=GROUP,
+        GROUP=plan.MEASURED.group,
         ALIGN_OUT=math.gcd(problem.num_out, ALIGNED),
     )
     described = _described((call.coefficients, low), [choice.block_n, choice.block_k], problem.num_in)
@@ -368,7 +368,7 @@ def _add_pipelined_input_gradient(
     units = -(-problem.num_out // choice.block_k) * -(-(problem.layer.terms - problem.layer.first) // choice.degrees)
     tiles = -(-problem.rows // plan.BLOCK_M) * -(-problem.num_in // choice.block_n)
     segments = plan.segments_of(tiles, units, choice.work_items)
-    own = {"parts": choice.work_items, "DEGREES": choice.degrees, "GROUP": GROUP if segments == 1 else _DOWN}
+    own = {"parts": choice.work_items, "DEGREES": choice.degrees, "GROUP": plan.MEASURED.group if segments == 1 else _DOWN}
     config = _pipelined_config(problem, "dx", choice, SLOPE=problem.normalizer[1], **own)
     stored = _in_segments((1, problem.rows, problem.num_in), 0, 1, choice, units, segments)
     of_dy = _described(dys, [plan.BLOCK_M, choice.block_k], problem.num_out)
@@ -401,7 +401,7 @@ def _evenly(tile: Tile, width: int, depth: int) -> tuple[bool, bool]:
 def _plain_arguments(problem: Problem) -> dict[str, Any]:
     """The arguments that both kernels take."""
     compute, acc, _ = arithmetic(problem.dtype, problem.precision, True)
-    own = {"GROUP": GROUP, "COMPUTE": compute, "ACC": acc, "PRECISION": problem.dot_precision}
+    own = {"GROUP": plan.MEASURED.group, "COMPUTE": compute, "ACC": acc, "PRECISION": problem.dot_precision}
     return {**problem.arguments(), **own, "ALIGN_OUT": math.gcd(problem.num_out, ALIGNED)}
 
 

@@ -14,9 +14,10 @@ from fastkron_py.rational.denominators.registry import Denominator, find_denomin
 from fastkron_py.rational.kernels.elementwise import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
 from fastkron_py.rational.kernels.function import epilogue_rational, value_rational
 from fastkron_py.rational.kernels.layer_norm import _columns_kernel, _layer_norm_rational_bwd_kernel, _layer_norm_rational_fwd_kernel
-from fastkron_py.rational.plan import MEASURED, VECTOR_BYTES, LaunchShape, RowWalk, Runs, linear_tile, preference, walk, walk_rows
+from fastkron_py.rational.plan import MEASURED, LaunchShape, RowWalk, Runs, linear_tile, preference, walk, walk_rows
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.gpu import VECTOR_BYTES
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.runtime.program import Program
