@@ -185,11 +185,6 @@ class LaunchShape:
         """Programs of each group."""
         return self.chunks * self.phases
 
-    def chunk(self, number: int) -> range:
-        """The periods of a chunk; some may lie beyond the last one."""
-        first = min(number, self.long_chunks) * self.iterations + max(0, number - self.long_chunks) * self.short
-        return range(first, first + (self.iterations if number < self.long_chunks else self.short))
-
     @property
     def masked(self) -> bool:
         """Whether the last tile is not full."""
