@@ -413,6 +413,8 @@ def _on(machine: Machine) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         if isinstance(value, gl.constexpr):
             return value.value
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
         function = getattr(value, "fn", None)
         if not isinstance(function, types.FunctionType):
             return value

@@ -14,7 +14,7 @@ from fastkron_py.kan import operands, plan
 from fastkron_py.kan.kernels.forward import _poly_kan_fwd_kernel
 from fastkron_py.kan.kernels.gradients import _poly_kan_gradients_kernel, epilogue_input_gradient, fetch_input
 from fastkron_py.kan.kernels.operands import _sum_segments_kernel
-from fastkron_py.kan.layer_config import LayerConfig
+from fastkron_py.kan.layer_config import DeviceBasis, LayerConfig
 from fastkron_py.kan.plan import Pipelined, Sizes, Tile
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
@@ -78,16 +78,13 @@ class Problem(NamedTuple):
             "num_in": self.num_in,
             "num_out": self.num_out,
             "stride_xm": self.stride_x,
-            "TERMS": self.layer.terms,
-            "PARAMS": self.layer.constants,
-            "NORM": self.normalizer[0],
             "ALIGN_IN": math.gcd(self.num_in, self.stride_x, ALIGNED),
         }
 
-    def prologue(self, derivative: bool, suffix: str = "") -> dict[str, Any]:
-        """The basis's values or derivatives as arguments of a kernel."""
-        names = [name + suffix for name in ("START", "STEP", "VALUE")]
-        return dict(zip(names, self.layer.prologue(derivative), strict=True))
+    def basis(self, derivative: bool, first: int) -> DeviceBasis:
+        """The basis's values or derivatives, from a degree on, as an argument of a kernel."""
+        layer = self.layer
+        return DeviceBasis(layer.terms, first, layer.constants, *layer.prologue(derivative), self.normalizer[0])
 
 
 class _Call(NamedTuple):
@@ -330,7 +327,7 @@ def _pipelined_config(problem: Problem, name: str, choice: Pipelined, **argument
     """The launch of one of the kernels, with the arguments that all three take."""
     precision = "half" if problem.dtype != torch.float32 else "split" if problem.is_split else "cut"
     common = {
-        "FIRST": problem.layer.first,
+        "BASIS": problem.basis(name == "dx", problem.layer.first),
         "BLOCK_N": choice.block_n,
         "BLOCK_K": choice.block_k,
         "STAGES": choice.stages,
@@ -339,7 +336,7 @@ def _pipelined_config(problem: Problem, name: str, choice: Pipelined, **argument
         "REGISTERS": choice.registers,
         "num_warps": 4,
     }
-    arguments = {**problem.arguments(), **problem.prologue(name == "dx"), **common, **arguments}
+    arguments = {**problem.arguments(), **common, **arguments}
     return LaunchConfig(_pipelined_kernel(name), (choice.programs,), arguments)
 
 
@@ -418,9 +415,8 @@ def _add_plain_forward(call: _Call, low: Tensor, bias: Tensor | None, y: Tensor)
     even_n, even_k = _evenly(tile, problem.num_out, problem.num_in)
     arguments = {
         **_plain_arguments(problem),
-        **problem.prologue(False),
         "blocks_per_split": tile.blocks,
-        "FIRST": first,
+        "BASIS": problem.basis(False, first),
         "DEGREES": sizes.terms // tile.groups,
         "HAS_BIAS": bias is not None,
         "BLOCK_M": tile.block_m,
@@ -445,13 +441,12 @@ def _of_input(problem: Problem) -> tuple[Tile, int, dict[str, Any]]:
     even_n, even_k = _evenly(tile, problem.num_in, problem.num_out)
     programs = tile.splits * -(-problem.rows // tile.block_m) * -(-problem.num_in // tile.block_n)
     arguments = {
-        **problem.prologue(True, "_X"),
         "stride_co": 1 if transposed else problem.num_in,
         "stride_ci": problem.num_out if transposed else 1,
         "programs_x": programs,
         "blocks_x": tile.blocks,
         "SLOPE": problem.normalizer[1],
-        "FIRST_X": first,
+        "BASIS_X": problem.basis(True, first),
         "TILE_X": (tile.block_m, tile.block_n, tile.block_k, tile.degrees),
         "EVEN_X": (even_n and sizes.terms % tile.degrees == 0, even_k),
         "ALIGN_CO": 1 if transposed else math.gcd(problem.num_in, ALIGNED),
@@ -468,11 +463,10 @@ def _of_coefficients(problem: Problem) -> tuple[Tile, int, dict[str, Any]]:
     groups = -(-sizes.terms // tile.degrees)
     programs = tile.splits * groups * -(-problem.num_in // tile.block_m) * -(-problem.num_out // tile.block_n)
     arguments = {
-        **problem.prologue(False, "_C"),
         "stride_gm": 1 if transposed else problem.stride_g,
         "stride_go": operands.whole_vectors(problem.rows) if transposed else 1,
         "blocks_c": tile.blocks,
-        "FIRST_C": first,
+        "BASIS_C": problem.basis(False, first),
         "TILE_C": (tile.block_m, tile.block_n, tile.block_k, tile.degrees),
         "EVEN_C": _evenly(tile, problem.num_out, problem.rows),
         "ALIGN_GM": 1 if transposed else math.gcd(problem.stride_g, ALIGNED),

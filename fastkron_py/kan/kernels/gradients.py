@@ -3,9 +3,8 @@
     dx[m, j]     = norm'(x[m, j]) sum over d of B_d'(norm x[m, j]) (sum over o of dy[m, o] C[d, o, j])
     dC[d, o, j]  = sum over m of dy[m, o] B_d(norm x[m, j])
 
-Large layers launch it for each of them, small ones once for both. START, STEP and VALUE are a basis's prologue or its derivatives'
-(`Basis`), NORM and SLOPE a normaliser's functions. Reductions may be split over programs, whose sums go to partial results that a second
-launch adds in a fixed order.
+Large layers launch it for each of them, small ones once for both. Reductions may be split over programs, whose sums go to partial results
+that a second launch adds in a fixed order.
 """
 
 import triton
@@ -233,21 +232,12 @@ def _poly_kan_gradients_kernel(
     blocks_c,
     HAS_X: tl.constexpr,  # there are some
     HAS_C: tl.constexpr,
-    TERMS: tl.constexpr,
-    PARAMS: tl.constexpr,
-    NORM: tl.constexpr,
-    SLOPE: tl.constexpr,
-    FIRST_X: tl.constexpr,  # the first degree in dx's sum
-    START_X: tl.constexpr,  # of the derivatives
-    STEP_X: tl.constexpr,
-    VALUE_X: tl.constexpr,
+    BASIS_X: tl.constexpr,  # of the derivatives, with the first degree in dx's sum
+    SLOPE: tl.constexpr,  # the normaliser's
     TILE_X: tl.constexpr,  # rows, inputs, outputs; degrees of one product: 1, 2, 4 or 8
     EVEN_X: tl.constexpr,  # they divide sizes: across the product, and along it
     FLAT_X: tl.constexpr,  # one loop goes over degrees and outputs
-    FIRST_C: tl.constexpr,  # the first degree of dC that is made
-    START_C: tl.constexpr,
-    STEP_C: tl.constexpr,
-    VALUE_C: tl.constexpr,
+    BASIS_C: tl.constexpr,  # with the first degree of dC that is made
     TILE_C: tl.constexpr,  # inputs, outputs, rows; degrees of one program: 1, 2 or 4
     EVEN_C: tl.constexpr,
     GROUP: tl.constexpr,
@@ -267,8 +257,6 @@ def _poly_kan_gradients_kernel(
     stride_co = known(stride_co, ALIGN_CO)
     program = tl.program_id(0)
     sizes = (rows, num_in, num_out)
-    BASIS_X: tl.constexpr = (TERMS, FIRST_X, PARAMS, START_X, STEP_X, VALUE_X, NORM)
-    BASIS_C: tl.constexpr = (TERMS, FIRST_C, PARAMS, START_C, STEP_C, VALUE_C, NORM)
     if HAS_X and program < programs_x:
         _dx_tile(
             program,

@@ -149,15 +149,14 @@ def _multiply(
     out_ptr,
     ring,
     sizes,
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
+    BASIS: gl.constexpr,
     TILE: gl.constexpr,
     PLAN: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """One warpgroup, with one half of each tile's o: products of the ring's tiles."""
     WIDTH: gl.constexpr = TILE[0] * TILE[3]
-    OPTIONS: gl.constexpr = (TERMS, TILE[0])
+    OPTIONS: gl.constexpr = (BASIS[TERMS_AT], TILE[0])
     step = gl.program_id(0) * 0
     for part in range(gl.program_id(0), sizes[4], gl.num_programs(0)):
         begin, end, first_tile, after, first_segment = _share(part, sizes, TILE)
@@ -166,7 +165,7 @@ def _multiply(
             start, stop = units_of(tile, begin, end, sizes[3])
             segment = first_segment * (tile == first_tile).to(gl.int64)
             sums, step = sum_steps(ring, step, stop - start, WIDTH, PLAN[0], PLAN[1], PLAN[2], PLAN[4], HALF)
-            first_d = FIRST + group * TILE[3]
+            first_d = BASIS[FIRST_AT] + group * TILE[3]
             place = (out_ptr, segment, first_d, first_o + HALF * ROWS, first_j, known(sizes[1], PLAN[3]), sizes[2])
             store_sums(sums, 0, place, _store_gradients, OPTIONS, WIDTH, ring[0].dtype)
 
@@ -200,13 +199,7 @@ def _poly_kan_pipelined_dcoef_kernel(
     stride_xm,
     blocks,  # of rows
     parts,
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
-    PARAMS: gl.constexpr,
-    START: gl.constexpr,
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
-    NORM: gl.constexpr,
+    BASIS: gl.constexpr,
     DEGREES: gl.constexpr,  # of one tile, side by side
     BLOCK_N: gl.constexpr,  # of j
     BLOCK_K: gl.constexpr,  # of rows
@@ -222,16 +215,15 @@ def _poly_kan_pipelined_dcoef_kernel(
     """
     DTYPE: gl.constexpr = dy_desc.dtype
     ALONG: gl.constexpr = DTYPE.primitive_bitwidth == 32  # TF32 operands have to run along the reduction
-    GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
+    GROUPS: gl.constexpr = (BASIS[TERMS_AT] - BASIS[FIRST_AT] + DEGREES - 1) // DEGREES
     TILE: gl.constexpr = (BLOCK_N, BLOCK_K, GROUPS, DEGREES)
-    BASIS: gl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
     ring = allocate_ring(DTYPE, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, ALONG, 1)
     sizes = (rows, num_in, num_out, blocks, parts)
     PLAN: gl.constexpr = (STAGES, FLUSH, PRECISION, ALIGN_IN, ALONG)
     gl.warp_specialize(
         [
-            (_multiply, (out_ptr, ring, sizes, TERMS, FIRST, TILE, PLAN, 0)),
-            (_multiply, (out_ptr, ring, sizes, TERMS, FIRST, TILE, PLAN, 1)),
+            (_multiply, (out_ptr, ring, sizes, BASIS, TILE, PLAN, 0)),
+            (_multiply, (out_ptr, ring, sizes, BASIS, TILE, PLAN, 1)),
             (_make, (dy_desc, low_desc, x_ptr, table_ptr, ring, sizes, stride_xm, BASIS, TILE, PLAN)),
         ],
         [4, 4],

@@ -195,13 +195,7 @@ def _poly_kan_pipelined_dx_kernel(
     num_out,
     stride_xm,
     parts,
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
-    PARAMS: gl.constexpr,
-    START: gl.constexpr,  # of the derivatives
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
-    NORM: gl.constexpr,
+    BASIS: gl.constexpr,  # of the derivatives
     SLOPE: gl.constexpr,
     DEGREES: gl.constexpr,  # of one product
     BLOCK_N: gl.constexpr,
@@ -217,9 +211,8 @@ def _poly_kan_pipelined_dx_kernel(
 
     All tiles' steps are shared out evenly to parts, as in `_poly_kan_pipelined_dcoef_kernel`.
     """
-    GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
+    GROUPS: gl.constexpr = (BASIS[TERMS_AT] - BASIS[FIRST_AT] + DEGREES - 1) // DEGREES
     TILE: gl.constexpr = (BLOCK_N, BLOCK_K, GROUPS, DEGREES, GROUP)
-    BASIS: gl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
     ring = allocate_ring(coef_desc.dtype, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 1)
     sizes = (rows, num_in, num_out, parts)
     PLAN: gl.constexpr = (STAGES, FLUSH, PRECISION, ALIGN_IN)

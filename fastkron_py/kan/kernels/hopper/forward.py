@@ -144,13 +144,7 @@ def _poly_kan_pipelined_fwd_kernel(
     stride_xm,
     blocks_per_split,
     items,  # tiles of all splits
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
-    PARAMS: gl.constexpr,
-    START: gl.constexpr,
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
-    NORM: gl.constexpr,
+    BASIS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -164,8 +158,7 @@ def _poly_kan_pipelined_fwd_kernel(
     ALIGN_OUT: gl.constexpr,
 ):
     """Tiles of splits' sums, as `_poly_kan_fwd_kernel`; the basis is the left operand."""
-    NUM: gl.constexpr = TERMS - FIRST
-    BASIS: gl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
+    NUM: gl.constexpr = BASIS[TERMS_AT] - BASIS[FIRST_AT]
     ring = allocate_ring(coef_desc.dtype, BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 1)
     sizes = (rows, num_in, num_out, blocks_per_split, items)
     BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
