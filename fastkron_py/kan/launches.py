@@ -526,5 +526,5 @@ def _add_input_gradient_by_gemm(call: _Call, choice: tuple[GemmTile, int]) -> Te
     b = operands.transposed_in_blocks(build, call.coefficients, layer.first, width, degrees, problem.dtype.itemsize == 4)
     dx = build.empty(call.x.shape, call.x.dtype)
     tensors = call.table, call.x
-    add_gemm(build, call.dy, b, None, gemm, dx, side=call.x, tensors=tensors, precision=problem.precision, tile=tile)
+    add_gemm(build, call.dy, b, None, gemm, dx, side=call.x, tensors=tensors, precision=problem.precision, choose=lambda sizes: tile)
     return dx

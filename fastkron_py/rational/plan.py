@@ -295,11 +295,11 @@ def walk_rows(rows: int, channels: int, multiprocessors: int, backward: bool) ->
 # ---- a linear layer and the function after it: in one kernel or in two -----------------------------
 
 
-def linear_tile(sizes: GemmSizes, has_descriptors: bool) -> GemmTile:
-    """Blocks of the product that is finished with the function; has_descriptors: operands have tensor descriptors."""
+def linear_tile(sizes: GemmSizes) -> GemmTile:
+    """Blocks of the product that is finished with the function."""
     tile = GemmTile(*MEASURED.overlapping)
     is_large = sizes.rows >= tile.block_m and sizes.columns >= tile.block_n and sizes.depth >= tile.block_k
-    return tile if has_descriptors and sizes.itemsize == 2 and is_large else gemm_tile(sizes)
+    return tile if sizes.has_descriptors and sizes.itemsize == 2 and is_large else gemm_tile(sizes)
 
 
 def seconds_apart(rows: int, columns: int, depth: int, itemsize: int, gpu: GPU) -> float:

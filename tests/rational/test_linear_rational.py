@@ -210,8 +210,8 @@ def test_which_linear_layers_are_fused() -> None:
     assert not fuses(*kat_t, 2, True, HOPPER)
     assert fuses(*kat_b, 2, False, HOPPER)
     assert not fuses(*wide, 2, False, HOPPER)
-    tile = linear_tile(GemmSizes(*kat_b, 2, 1, 2, False, HOPPER, True), True)
+    tile = linear_tile(GemmSizes(*kat_b, 2, 1, 2, False, HOPPER, True))
     assert tile.programs == 2
     assert 768 // 8 % (tile.block_n // tile.parts) == 0  # pieces of KAT-T's tiles lie within a group
-    assert linear_tile(GemmSizes(64, 32, 768, 2, 1, 2, False, HOPPER, True), True).block_n <= 64
-    assert linear_tile(GemmSizes(*kat_b, 2, 1, 2, False, HOPPER, False), False).programs == 1  # by pointers
+    assert linear_tile(GemmSizes(64, 32, 768, 2, 1, 2, False, HOPPER, True)).block_n <= 64
+    assert linear_tile(GemmSizes(*kat_b, 2, 1, 2, False, HOPPER, False)).programs == 1  # by pointers
