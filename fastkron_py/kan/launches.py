@@ -84,7 +84,7 @@ class Problem(NamedTuple):
     def basis(self, derivative: bool, first: int) -> DeviceBasis:
         """The basis's values or derivatives, from a degree on, as an argument of a kernel."""
         layer = self.layer
-        return DeviceBasis(layer.terms, first, layer.constants, *layer.prologue(derivative), self.normalizer[0])
+        return DeviceBasis(layer.terms, first, layer.constants, *layer.prologue(derivative), *self.normalizer)
 
 
 class _Call(NamedTuple):
@@ -366,7 +366,7 @@ def _add_pipelined_input_gradient(
     tiles = -(-problem.rows // plan.BLOCK_M) * -(-problem.num_in // choice.block_n)
     segments = plan.segments_of(tiles, units, choice.work_items)
     own = {"parts": choice.work_items, "DEGREES": choice.degrees, "GROUP": plan.MEASURED.group if segments == 1 else _DOWN}
-    config = _pipelined_config(problem, "dx", choice, SLOPE=problem.normalizer[1], **own)
+    config = _pipelined_config(problem, "dx", choice, **own)
     stored = _in_segments((1, problem.rows, problem.num_in), 0, 1, choice, units, segments)
     of_dy = _described(dys, [plan.BLOCK_M, choice.block_k], problem.num_out)
     described = _described(coefficients, [choice.block_n, choice.block_k], problem.num_out)
@@ -445,7 +445,6 @@ def _of_input(problem: Problem) -> tuple[Tile, int, dict[str, Any]]:
         "stride_ci": problem.num_out if transposed else 1,
         "programs_x": programs,
         "blocks_x": tile.blocks,
-        "SLOPE": problem.normalizer[1],
         "BASIS_X": problem.basis(True, first),
         "TILE_X": (tile.block_m, tile.block_n, tile.block_k, tile.degrees),
         "EVEN_X": (even_n and sizes.terms % tile.degrees == 0, even_k),

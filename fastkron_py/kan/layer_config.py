@@ -16,7 +16,7 @@ from fastkron_py.runtime.precision import wide_dtype
 
 
 class DeviceBasis(NamedTuple):
-    """A basis as kernels take it: constants, its prologue of values or of derivatives, and the normaliser's function."""
+    """A basis as kernels take it: constants, its prologue of values or of derivatives, and the normaliser's value and slope."""
 
     terms: int
     first: int  # degree in the product
@@ -25,6 +25,7 @@ class DeviceBasis(NamedTuple):
     step: Any
     value: Any
     norm: Any
+    slope: Any
 
     @property
     def cache_key(self) -> str:

@@ -34,29 +34,20 @@ def upright_layout(width):
 
 
 @gluon.jit
-def _stacked(
-    state,
-    d,
-    table_ptr,
-    COUNT: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BASIS: gl.constexpr,
-    ALONG: gl.constexpr,
-):
+def _stacked(state, d, table_ptr, COUNT: gl.constexpr, BASIS: gl.constexpr, ALONG: gl.constexpr):
     """(values of COUNT degrees from d on, one below the other, or, unless rows run along the reduction, side by side; the state after)."""
     if COUNT == 1:
         # Beyond the last degree a table has nothing to read, and the last stands in.
         return basis_value(state, gl.minimum(d, BASIS[TERMS_AT] - 1), table_ptr, BASIS), next_degree(state, d, BASIS)
     else:
         HALF: gl.constexpr = COUNT // 2
-        some, state = _stacked(state, d, table_ptr, HALF, BLOCK_N, BLOCK_K, BASIS, ALONG)
-        others, state = _stacked(state, d + HALF, table_ptr, HALF, BLOCK_N, BLOCK_K, BASIS, ALONG)
+        some, state = _stacked(state, d, table_ptr, HALF, BASIS, ALONG)
+        others, state = _stacked(state, d + HALF, table_ptr, HALF, BASIS, ALONG)
         both = gl.join(some, others)
         if ALONG:
-            return gl.reshape(gl.permute(both, (2, 0, 1)), [COUNT * BLOCK_N, BLOCK_K]), state
+            return gl.reshape(gl.permute(both, (2, 0, 1)), [2 * some.shape[0], some.shape[1]]), state
         else:
-            return gl.reshape(gl.permute(both, (0, 2, 1)), [BLOCK_K, COUNT * BLOCK_N]), state
+            return gl.reshape(gl.permute(both, (0, 2, 1)), [some.shape[0], 2 * some.shape[1]]), state
 
 
 @gluon.jit
@@ -81,19 +72,9 @@ def _place_of(tile, sizes, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _make(
-    dy_desc,
-    low_desc,
-    x_ptr,
-    table_ptr,
-    ring,
-    sizes,
-    stride_xm,
-    BASIS: gl.constexpr,
-    TILE: gl.constexpr,
-    PLAN: gl.constexpr,
-):
+def _make(operands, ring, sizes, stride_xm, BASIS: gl.constexpr, TILE: gl.constexpr, PLAN: gl.constexpr):
     """One warpgroup: values of the basis and copies of dy, step by step, which are blocks of rows."""
+    dy_desc, low_desc, x_ptr, table_ptr = operands
     STAGES: gl.constexpr = PLAN[0]
     PRECISION: gl.constexpr = PLAN[2]
     ALIGN_IN: gl.constexpr = PLAN[3]
@@ -133,7 +114,7 @@ def _make(
                 mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
                 for k in gl.static_range(0, DEGREES, COUNT):
                     d = start * 0 + group * DEGREES + BASIS[FIRST_AT] + k
-                    values, state = _stacked(state, d, table_ptr, COUNT, BLOCK_N, BLOCK_K, BASIS, ALONG)
+                    values, state = _stacked(state, d, table_ptr, COUNT, BASIS, ALONG)
                     made = right.index(s).slice(k * BLOCK_N, COUNT * BLOCK_N, 0 if ALONG else 1)
                     made_low = right_low.index(s).slice(k * BLOCK_N, COUNT * BLOCK_N, 0 if ALONG else 1)
                     store_made(made, made_low, values, PRECISION)
@@ -145,15 +126,7 @@ def _make(
 
 
 @gluon.jit
-def _multiply(
-    out_ptr,
-    ring,
-    sizes,
-    BASIS: gl.constexpr,
-    TILE: gl.constexpr,
-    PLAN: gl.constexpr,
-    HALF: gl.constexpr,
-):
+def _multiply(out_ptr, ring, sizes, BASIS: gl.constexpr, TILE: gl.constexpr, PLAN: gl.constexpr, HALF: gl.constexpr):
     """One warpgroup, with one half of each tile's o: products of the ring's tiles."""
     WIDTH: gl.constexpr = TILE[0] * TILE[3]
     OPTIONS: gl.constexpr = (BASIS[TERMS_AT], TILE[0])
@@ -224,7 +197,7 @@ def _poly_kan_pipelined_dcoef_kernel(
         [
             (_multiply, (out_ptr, ring, sizes, BASIS, TILE, PLAN, 0)),
             (_multiply, (out_ptr, ring, sizes, BASIS, TILE, PLAN, 1)),
-            (_make, (dy_desc, low_desc, x_ptr, table_ptr, ring, sizes, stride_xm, BASIS, TILE, PLAN)),
+            (_make, ((dy_desc, low_desc, x_ptr, table_ptr), ring, sizes, stride_xm, BASIS, TILE, PLAN)),
         ],
         [4, 4],
         REGISTERS,
