@@ -9,16 +9,27 @@ from torch import Tensor
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.program import Program
+from fastkron_py.tiling.gemm_config import GemmTile
 from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
 
 
 def gemm_program(
-    a: Tensor, b: Tensor, bias: Tensor | None, call: Gemm, out: Tensor, *, b2: Tensor | None = None, tensors: Any = (), **options: Any
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    call: Gemm,
+    out: Tensor,
+    *,
+    b2: Tensor | None = None,
+    tensors: Any = (),
+    tile: GemmTile | None = None,
+    **options: Any,
 ) -> Program:
     """Of these tensors but for those that are None, one after the other: a, b, bias, out, b2, tensors; the program writes to out."""
     build = Builder([a, b, bias, out, b2, *tensors])
     a, b, bias, out, b2, *rest = build.inputs
-    add_gemm(build, a, b, bias, call, out, b2=b2, tensors=tuple(rest), **options)
+    choose = None if tile is None else lambda sizes: tile
+    add_gemm(build, a, b, bias, call, out, b2=b2, tensors=tuple(rest), choose=choose, **options)
     return build.program([])
 
 

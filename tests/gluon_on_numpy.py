@@ -56,6 +56,11 @@ class Tile:
         self.a = np.asarray(a)
         self.dtype = dtype or (gl.float32 if self.a.dtype.kind == "f" else gl.int64)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return self.a.shape
+
     def to(self, dtype: Any, bitcast: bool = False) -> Tile:
         """Of another type."""
         if bitcast:
@@ -413,6 +418,8 @@ def _on(machine: Machine) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         if isinstance(value, gl.constexpr):
             return value.value
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
         function = getattr(value, "fn", None)
         if not isinstance(function, types.FunctionType):
             return value

@@ -146,3 +146,18 @@ def input_gradient(dy: Tensor, x: Tensor, c: Tensor, layer: LayerConfig, precisi
 def coefficient_gradient(dy: Tensor, x: Tensor, c: Tensor, layer: LayerConfig, precision: str) -> Tensor:
     """dC alone."""
     return gradients_of(dy, x, c, layer, precision, (False, True, False))[0]
+
+
+def table_error_bound(basis: str, degree: int, size: int, parameters: tuple[float, ...] = ()) -> float:
+    """The largest error of any B_d, d <= degree, from a table of this size: h^2 / 8 * max |B_d''|, h = 2 / (size - 1).
+
+    The second derivative is taken at points that include both ends, where those of the classical polynomials are largest.
+    """
+    found = find_basis(basis)
+    t = torch.linspace(-1, 1, 4097, dtype=torch.float64).requires_grad_()
+    largest = 0.0
+    for derivative in found.derivatives(t, degree + 1, parameters or tuple(found.parameters.values())):
+        if derivative.requires_grad:
+            (second,) = torch.autograd.grad(derivative.sum(), t, retain_graph=True)
+            largest = max(largest, float(second.abs().max()))
+    return (2 / (size - 1)) ** 2 / 8 * largest

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from math import isqrt
-from pathlib import Path
 from typing import Final, NamedTuple
 
-_EXPANSION_PASSES: Final = 3  # a product is written and read, and its gradient written
-# A pair's matrix is kept for the backward pass. It has at most twice the pair's elements, or this share of those of x and the result.
-_MOST_SHARE: Final = 1 / 16
+from fastkron_py.tiling.figures import figures
 
 
 class Costs(NamedTuple):
@@ -19,15 +15,16 @@ class Costs(NamedTuple):
     Attributes:
         element: reading or writing one element of an operand.
         call: a product with x: its launches, forward and backward, and the host's part of them.
+        most_share: of the elements of x and the result, which a pair's matrix, kept for the backward pass, may have.
     """
 
     element: float
     call: float
+    most_share: float
 
 
-_MEASURED: Final = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))
-CPU_COSTS: Final = Costs(**_MEASURED["two cores"])  # a call: 70 us
-GPU_COSTS: Final = Costs(**_MEASURED["H200"])  # a call: 15 us
+CPU_COSTS: Final = Costs(**figures("lokr")["cpu"])  # a call: 70 us
+GPU_COSTS: Final = Costs(**figures("lokr")["gpu"])  # a call: 15 us
 
 
 class FactorSize(NamedTuple):
@@ -39,17 +36,18 @@ class FactorSize(NamedTuple):
 
     def expansion_cost(self, element: float) -> float:
         """The cost of multiplying the pair out, where one element that is read or written costs this much."""
-        return 0.0 if self.rank is None else self.rows * self.columns * (self.rank + _EXPANSION_PASSES * element)
+        passes = 3  # the product is written and read, and its gradient written
+        return 0.0 if self.rank is None else self.rows * self.columns * (self.rank + passes * element)
 
-    def choices(self, operands: int) -> tuple[bool, ...]:
+    def choices(self, most: float) -> tuple[bool, ...]:
         """Whether it is dense, in each plan: of a pair also where its matrix takes little memory.
 
         Args:
-            operands: elements of x and the result.
+            most: elements of its matrix, if that has more than twice those of the pair.
         """
         if self.rank is None:
             return (True,)
-        takes_little = self.rows * self.columns <= max(2 * self.rank * (self.rows + self.columns), _MOST_SHARE * operands)
+        takes_little = self.rows * self.columns <= max(2 * self.rank * (self.rows + self.columns), most)
         return (False, True) if takes_little else (False,)
 
 
@@ -72,8 +70,8 @@ def best_plan(w1: FactorSize, w2: FactorSize, tokens: int, costs: Costs) -> Plan
         tokens: rows of x.
         costs: of the device.
     """
-    operands = tokens * (w1.rows * w2.rows + w1.columns * w2.columns)
-    choices = [Plan(*dense) for dense in product(w1.choices(operands), w2.choices(operands))]
+    most = costs.most_share * tokens * (w1.rows * w2.rows + w1.columns * w2.columns)
+    choices = [Plan(*dense) for dense in product(w1.choices(most), w2.choices(most))]
     if len(choices) == 1:
         return choices[0]
     modelled = [_cost(plan, w1, w2, tokens, costs) for plan in choices]

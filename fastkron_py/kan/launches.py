@@ -14,8 +14,8 @@ from fastkron_py.kan import operands, plan
 from fastkron_py.kan.kernels.forward import _poly_kan_fwd_kernel
 from fastkron_py.kan.kernels.gradients import _poly_kan_gradients_kernel, epilogue_input_gradient, fetch_input
 from fastkron_py.kan.kernels.operands import _sum_segments_kernel
-from fastkron_py.kan.layer_config import LayerConfig
-from fastkron_py.kan.plan import GROUP, Pipelined, Sizes, Tile
+from fastkron_py.kan.layer_config import DeviceBasis, LayerConfig
+from fastkron_py.kan.plan import Pipelined, Sizes, Tile
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
@@ -78,16 +78,13 @@ class Problem(NamedTuple):
             "num_in": self.num_in,
             "num_out": self.num_out,
             "stride_xm": self.stride_x,
-            "TERMS": self.layer.terms,
-            "PARAMS": self.layer.constants,
-            "NORM": self.normalizer[0],
             "ALIGN_IN": math.gcd(self.num_in, self.stride_x, ALIGNED),
         }
 
-    def prologue(self, derivative: bool, suffix: str = "") -> dict[str, Any]:
-        """The basis's values or derivatives as arguments of a kernel."""
-        names = [name + suffix for name in ("START", "STEP", "VALUE")]
-        return dict(zip(names, self.layer.prologue(derivative), strict=True))
+    def basis(self, derivative: bool, first: int) -> DeviceBasis:
+        """The basis's values or derivatives, from a degree on, as an argument of a kernel."""
+        layer = self.layer
+        return DeviceBasis(layer.terms, first, layer.constants, *layer.prologue(derivative), *self.normalizer)
 
 
 class _Call(NamedTuple):
@@ -330,7 +327,7 @@ def _pipelined_config(problem: Problem, name: str, choice: Pipelined, **argument
     """The launch of one of the kernels, with the arguments that all three take."""
     precision = "half" if problem.dtype != torch.float32 else "split" if problem.is_split else "cut"
     common = {
-        "FIRST": problem.layer.first,
+        "BASIS": problem.basis(name == "dx", problem.layer.first),
         "BLOCK_N": choice.block_n,
         "BLOCK_K": choice.block_k,
         "STAGES": choice.stages,
@@ -339,7 +336,7 @@ def _pipelined_config(problem: Problem, name: str, choice: Pipelined, **argument
         "REGISTERS": choice.registers,
         "num_warps": 4,
     }
-    arguments = {**problem.arguments(), **problem.prologue(name == "dx"), **common, **arguments}
+    arguments = {**problem.arguments(), **common, **arguments}
     return LaunchConfig(_pipelined_kernel(name), (choice.programs,), arguments)
 
 
@@ -354,7 +351,7 @@ def _add_pipelined_forward(call: _Call, low: Tensor, bias: Tensor | None, y: Ten
         items=choice.work_items,
         HAS_BIAS=bias is not None,
         BLOCK_M=plan.BLOCK_M,
-        GROUP=GROUP,
+        GROUP=plan.MEASURED.group,
         ALIGN_OUT=math.gcd(problem.num_out, ALIGNED),
     )
     described = _described((call.coefficients, low), [choice.block_n, choice.block_k], problem.num_in)
@@ -368,8 +365,8 @@ def _add_pipelined_input_gradient(
     units = -(-problem.num_out // choice.block_k) * -(-(problem.layer.terms - problem.layer.first) // choice.degrees)
     tiles = -(-problem.rows // plan.BLOCK_M) * -(-problem.num_in // choice.block_n)
     segments = plan.segments_of(tiles, units, choice.work_items)
-    own = {"parts": choice.work_items, "DEGREES": choice.degrees, "GROUP": GROUP if segments == 1 else _DOWN}
-    config = _pipelined_config(problem, "dx", choice, SLOPE=problem.normalizer[1], **own)
+    own = {"parts": choice.work_items, "DEGREES": choice.degrees, "GROUP": plan.MEASURED.group if segments == 1 else _DOWN}
+    config = _pipelined_config(problem, "dx", choice, **own)
     stored = _in_segments((1, problem.rows, problem.num_in), 0, 1, choice, units, segments)
     of_dy = _described(dys, [plan.BLOCK_M, choice.block_k], problem.num_out)
     described = _described(coefficients, [choice.block_n, choice.block_k], problem.num_out)
@@ -401,7 +398,7 @@ def _evenly(tile: Tile, width: int, depth: int) -> tuple[bool, bool]:
 def _plain_arguments(problem: Problem) -> dict[str, Any]:
     """The arguments that both kernels take."""
     compute, acc, _ = arithmetic(problem.dtype, problem.precision, True)
-    own = {"GROUP": GROUP, "COMPUTE": compute, "ACC": acc, "PRECISION": problem.dot_precision}
+    own = {"GROUP": plan.MEASURED.group, "COMPUTE": compute, "ACC": acc, "PRECISION": problem.dot_precision}
     return {**problem.arguments(), **own, "ALIGN_OUT": math.gcd(problem.num_out, ALIGNED)}
 
 
@@ -418,9 +415,8 @@ def _add_plain_forward(call: _Call, low: Tensor, bias: Tensor | None, y: Tensor)
     even_n, even_k = _evenly(tile, problem.num_out, problem.num_in)
     arguments = {
         **_plain_arguments(problem),
-        **problem.prologue(False),
         "blocks_per_split": tile.blocks,
-        "FIRST": first,
+        "BASIS": problem.basis(False, first),
         "DEGREES": sizes.terms // tile.groups,
         "HAS_BIAS": bias is not None,
         "BLOCK_M": tile.block_m,
@@ -445,13 +441,11 @@ def _of_input(problem: Problem) -> tuple[Tile, int, dict[str, Any]]:
     even_n, even_k = _evenly(tile, problem.num_in, problem.num_out)
     programs = tile.splits * -(-problem.rows // tile.block_m) * -(-problem.num_in // tile.block_n)
     arguments = {
-        **problem.prologue(True, "_X"),
         "stride_co": 1 if transposed else problem.num_in,
         "stride_ci": problem.num_out if transposed else 1,
         "programs_x": programs,
         "blocks_x": tile.blocks,
-        "SLOPE": problem.normalizer[1],
-        "FIRST_X": first,
+        "BASIS_X": problem.basis(True, first),
         "TILE_X": (tile.block_m, tile.block_n, tile.block_k, tile.degrees),
         "EVEN_X": (even_n and sizes.terms % tile.degrees == 0, even_k),
         "ALIGN_CO": 1 if transposed else math.gcd(problem.num_in, ALIGNED),
@@ -468,11 +462,10 @@ def _of_coefficients(problem: Problem) -> tuple[Tile, int, dict[str, Any]]:
     groups = -(-sizes.terms // tile.degrees)
     programs = tile.splits * groups * -(-problem.num_in // tile.block_m) * -(-problem.num_out // tile.block_n)
     arguments = {
-        **problem.prologue(False, "_C"),
         "stride_gm": 1 if transposed else problem.stride_g,
         "stride_go": operands.whole_vectors(problem.rows) if transposed else 1,
         "blocks_c": tile.blocks,
-        "FIRST_C": first,
+        "BASIS_C": problem.basis(False, first),
         "TILE_C": (tile.block_m, tile.block_n, tile.block_k, tile.degrees),
         "EVEN_C": _evenly(tile, problem.num_out, problem.rows),
         "ALIGN_GM": 1 if transposed else math.gcd(problem.stride_g, ALIGNED),
@@ -532,5 +525,5 @@ def _add_input_gradient_by_gemm(call: _Call, choice: tuple[GemmTile, int]) -> Te
     b = operands.transposed_in_blocks(build, call.coefficients, layer.first, width, degrees, problem.dtype.itemsize == 4)
     dx = build.empty(call.x.shape, call.x.dtype)
     tensors = call.table, call.x
-    add_gemm(build, call.dy, b, None, gemm, dx, side=call.x, tensors=tensors, precision=problem.precision, tile=tile)
+    add_gemm(build, call.dy, b, None, gemm, dx, side=call.x, tensors=tensors, precision=problem.precision, choose=lambda sizes: tile)
     return dx

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,24 @@ from fastkron_py.kan.bases.registry import Basis, Prologue, find_basis
 from fastkron_py.kan.bases.table import TABLE_DERIVATIVE_MAKER, TABLE_MAKER, basis_table, table_derivatives, table_values
 from fastkron_py.kan.normalizers import NORMALIZERS, Normalizer
 from fastkron_py.runtime.precision import wide_dtype
+
+
+class DeviceBasis(NamedTuple):
+    """A basis as kernels take it: constants, its prologue of values or of derivatives, and the normaliser's value and slope."""
+
+    terms: int
+    first: int  # degree in the product
+    params: tuple[float, ...] | tuple[int]
+    start: Any
+    step: Any
+    value: Any
+    norm: Any
+    slope: Any
+
+    @property
+    def cache_key(self) -> str:
+        """The key by which Triton keeps compiled kernels: of the functions' code, where a tuple's text has their names alone."""
+        return str([getattr(each, "cache_key", each) for each in self])
 
 
 class LayerConfig(NamedTuple):

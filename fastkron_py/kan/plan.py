@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU, next_power_of_two
-from fastkron_py.tiling.gemm_config import GemmTile
+from fastkron_py.tiling.figures import figures
+from fastkron_py.tiling.gemm_config import NARROWEST, GemmTile
 
 
 class Sizes(NamedTuple):
@@ -55,13 +54,8 @@ class Tile(NamedTuple):
         return self._replace(splits=-(-blocks // each), blocks=each)
 
 
-def _of_file(name: str) -> Any:
-    """The data in a file of this folder."""
-    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
 class Measured(NamedTuple):
-    """Figures of the kernels, fitted to times on an H100 and an H200: `measured.json` has them.
+    """Figures of the kernels, fitted to times on an H100 and an H200: `tiling/figures.json` has them.
 
     Attributes:
         large_products: multiplications from which on preparing operands costs little beside the product.
@@ -85,6 +79,20 @@ class Measured(NamedTuple):
             made (4096 x 200 -> 800, degree 5: 1.11, 1.25 and 1.75 us a step).
         summed_up: the same of dx, which goes through the derivatives after each of them.
         many_degrees: what a degree more side by side is worth, since each group goes through the degrees before it once more.
+        group: rows of tiles that are in flight together.
+        flush_terms: of a float32-class sum that tensor cores, which cut sums off, may add up by themselves on Hopper GPUs.
+        ring: bytes of a ring of operands there.
+        registers: there, of a thread that holds sums, and of one that makes values.
+        registers_of_dx: the same of dx: one has derivatives beside the sums, the other makes nothing.
+        tiles: `Tile`s by cores, product, and bytes of an operand, or "3 passes" of a large product, whose sums of one step and of all steps
+            are both in registers. The largest come first; the last ones are for results of few elements, which wait for memory. Cores are
+            those that read operands from shared memory, those that read them from registers, and none of float64, for which a thread keeps
+            whole rows and columns of operands. "few" are of operands of four bytes where those leave multiprocessors idle: the first that
+            is no larger than the result. They and the shares of reductions are the best, or nearly so, of a hundred ways for each product
+            of three small layers on an H100, in three passes. "one step" is for dC in place of the last one, if rows are all in one block.
+        gemm_tiles: by bytes of an operand, `GemmTile` of dx in one pass on Hopper GPUs: a tile of sums holds all degrees of some inputs. A
+            degree's sums of an input are in the thread that has its others where there are 8 inputs at least; with more than 64, x and dx
+            would take the shared memory of a stage.
     """
 
     large_products: int
@@ -105,25 +113,25 @@ class Measured(NamedTuple):
     remade: dict[str, float]
     summed_up: dict[str, float]
     many_degrees: float
+    group: int
+    flush_terms: int
+    ring: int
+    registers: tuple[int, int]
+    registers_of_dx: tuple[int, int]
+    tiles: dict[str, dict[str, dict[str, tuple[Tile, ...]]]]
+    gemm_tiles: dict[str, tuple[int, ...]]
 
 
-MEASURED: Final = Measured(**_of_file("measured.json"))
-GROUP: Final = 8  # rows of tiles that are in flight together
+def _read(value: Any) -> Any:
+    """A figure, several, or tiles by names."""
+    if isinstance(value, dict):
+        return {name: _read(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return tuple([Tile(*each) if isinstance(each, list) else each for each in value])
+    return value
 
-# By cores, product, and bytes of an operand, or "3 passes" of a large product, whose sums of one step and of all steps are both in
-# registers. The largest tiles come first; the last ones are for results of few elements, which wait for memory. Cores are those that read
-# operands from shared memory, those that read them from registers (as compiled for sm_80, sm_86 and sm_120 none of these spills), and none
-# of float64, for which a thread keeps whole rows and columns of operands.
-# "few": of operands of four bytes where those leave multiprocessors idle, the first that is no larger than the result. They and the shares
-# of reductions are the best, or nearly so, of a hundred ways for each product of three small layers on an H100, in three passes. "one step"
-# is for dC in place of the last one, where rows are all in one block.
-_TILES: Final = {
-    cores: {product: {key: tuple([Tile(*tile) for tile in tiles]) for key, tiles in keyed.items()} for product, keyed in products.items()}
-    for cores, products in _of_file("tiles.json").items()
-}
-# Of dx in one pass on Hopper GPUs: a tile of sums holds all degrees of some inputs. A degree's sums of an input are in the thread that has
-# its others where there are 8 inputs at least; with more than 64, x and dx would take the shared memory of a stage.
-_INPUT_GEMM: Final = {2: GemmTile(128, 256, 64, 8, 3, group=16), 4: GemmTile(128, 256, 32, 8, 3)}
+
+MEASURED: Final = Measured(**_read(figures("kan")))
 
 
 def is_large(sizes: Sizes) -> bool:
@@ -139,7 +147,7 @@ def _fitted(tile: Tile, height: int, width: int, depth: int) -> Tile:
     """No block much larger than its side of the product; a tensor core takes nothing narrower than 16."""
 
     def fit(block: int, size: int) -> int:
-        return min(block, max(16, next_power_of_two(size)))
+        return min(block, max(NARROWEST, next_power_of_two(size)))
 
     return tile._replace(block_m=fit(tile.block_m, height), block_n=fit(tile.block_n, width), block_k=fit(tile.block_k, depth))
 
@@ -213,8 +221,8 @@ def _tiles_of(product: str, sizes: Sizes) -> Sequence[Tile]:
     """Tiles of one of the products for operands of this size on this GPU, the largest first."""
     gpu, key = sizes.gpu, str(sizes.itemsize)
     if sizes.itemsize == 8 and not gpu.has_float64_cores:
-        return _TILES["without cores"][product][key]
-    keyed = _TILES["from shared memory" if gpu.has_shared_operands else "from registers"][product]
+        return MEASURED.tiles["without cores"][product][key]
+    keyed = MEASURED.tiles["from shared memory" if gpu.has_shared_operands else "from registers"][product]
     found = keyed[key]
     if sizes.passes == 3:
         return *keyed["3 passes"], found[-1]
@@ -227,7 +235,7 @@ def _tiles_of(product: str, sizes: Sizes) -> Sequence[Tile]:
 
 def forward(sizes: Sizes) -> Tile:
     """Of y [rows, num_out], reduced over num_in and degrees."""
-    tile = _chosen(_tiles_of("forward", sizes), _TILES["few"]["forward"]["4"], (sizes.rows, sizes.num_out, sizes.num_in), sizes)
+    tile = _chosen(_tiles_of("forward", sizes), MEASURED.tiles["few"]["forward"]["4"], (sizes.rows, sizes.num_out, sizes.num_in), sizes)
     programs = _tiles(tile, sizes.rows, sizes.num_out)
     if is_large(sizes):
         return _in_waves(tile, programs, sizes.num_in, sizes.rows * sizes.num_out, sizes)
@@ -249,7 +257,9 @@ def _with_degrees(tile: Tile, sizes: Sizes) -> Tile:
 
 def input_gradient(sizes: Sizes) -> Tile:
     """Of dx [rows, num_in], reduced over num_out and degrees."""
-    tiles, few = ([_with_degrees(tile, sizes) for tile in found] for found in (_tiles_of("input", sizes), _TILES["few"]["input"]["4"]))
+    tiles, few = (
+        [_with_degrees(tile, sizes) for tile in found] for found in (_tiles_of("input", sizes), MEASURED.tiles["few"]["input"]["4"])
+    )
     tile = _chosen(tiles, few, (sizes.rows, sizes.num_in, sizes.num_out), sizes)
     programs = _tiles(tile, sizes.rows, sizes.num_in)
     if is_large(sizes):
@@ -262,7 +272,7 @@ def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
     degrees = next_power_of_two(sizes.terms)
     if sizes.itemsize == 8 or sizes.passes != 1 or not 4 <= degrees <= 32 or not is_large(sizes):
         return None
-    tile = _INPUT_GEMM[sizes.itemsize]
+    tile = GemmTile(*MEASURED.gemm_tiles[str(sizes.itemsize)])
     tiles = -(-sizes.rows // tile.block_m) * -(-sizes.num_in * degrees // tile.block_n)
     done = -(-tiles // sizes.gpu.multiprocessors) * sizes.gpu.multiprocessors * tile.block_m * tile.block_n
     return (tile, degrees) if sizes.rows * sizes.num_in * sizes.terms >= MEASURED.least_filled * done else None
@@ -273,11 +283,11 @@ def coefficient_gradient(sizes: Sizes) -> Tile:
     tiles = _tiles_of("coefficients", sizes)
     gpu = sizes.gpu
     # For 10.0 the compiler of Triton 3.7 fails at higher tiles that hold all degrees.
-    one_step = _TILES["one step"]["coefficients"]["4"]
+    one_step = MEASURED.tiles["one step"]["coefficients"]["4"]
     is_for_it = sizes.rows <= one_step[0].block_k if gpu.is_measured else gpu.has_shared_operands and sizes.terms <= tiles[-1].degrees
     if sizes.itemsize == 4 and is_for_it:
         tiles = (*tiles[:-1], *one_step)
-    tile = _chosen(tiles, _TILES["few"]["coefficients"]["4"], (sizes.num_in, sizes.num_out, sizes.rows), sizes, sizes.terms)
+    tile = _chosen(tiles, MEASURED.tiles["few"]["coefficients"]["4"], (sizes.num_in, sizes.num_out, sizes.rows), sizes, sizes.terms)
     programs = _tiles(tile, sizes.num_in, sizes.num_out) * _groups(tile, sizes.terms)
     if is_large(sizes):
         return _in_waves(tile, programs, sizes.rows, sizes.num_in * sizes.num_out * sizes.terms, sizes)
@@ -288,10 +298,6 @@ def coefficient_gradient(sizes: Sizes) -> Tile:
 
 BLOCK_M: Final = 128  # two warpgroups' rows
 WIDEST: Final = 2 * BLOCK_M  # of a product; half of that where sums are kept twice, for three passes
-FLUSH_TERMS: Final = 64  # of a float32-class sum that tensor cores, which cut sums off, may add up by themselves
-_RING: Final = 196_608  # bytes of a ring of operands
-_REGISTERS: Final = (160, 184)
-_REGISTERS_OF_DX: Final = (232, 40)  # one has derivatives beside the sums, the other makes nothing
 
 
 class Pipelined(NamedTuple):
@@ -306,7 +312,7 @@ class Pipelined(NamedTuple):
     work_items: int  # tiles of all splits, or parts of the work, that programs take one after the other
     splits: int = 1  # of the forward reduction
     blocks: int = 0  # of each split
-    registers: tuple[int, int] = _REGISTERS  # of a thread that holds sums; of one that makes values
+    registers: tuple[int, int] = MEASURED.registers  # of a thread that holds sums; of one that makes values
 
 
 def takes_pipelined(sizes: Sizes, backward: bool) -> bool:
@@ -328,8 +334,8 @@ def _widths(sizes: Sizes) -> tuple[int, ...]:
 def _pipelined(block_n: int, block_k: int, degrees: int, work_items: int, sizes: Sizes, **others: Any) -> Pipelined:
     """The launch with as many steps' operands in the ring as it holds, and a program for each multiprocessor at most."""
     is_split = sizes.passes == 3
-    stages = _RING // ((BLOCK_M + degrees * block_n) * block_k * sizes.itemsize * (2 if is_split else 1))
-    flush = FLUSH_TERMS // block_k if is_split else 0
+    stages = MEASURED.ring // ((BLOCK_M + degrees * block_n) * block_k * sizes.itemsize * (2 if is_split else 1))
+    flush = MEASURED.flush_terms // block_k if is_split else 0
     return Pipelined(block_n, block_k, stages, flush, degrees, min(work_items, sizes.gpu.multiprocessors), work_items, **others)
 
 
@@ -418,7 +424,7 @@ def pipelined_input_gradient(sizes: Sizes) -> Pipelined | None:
         tiles = _pipelined_tiles(sizes.rows, sizes.num_in, WIDEST // 2 // degrees)
         units = -(-sizes.terms // degrees) * -(-sizes.num_out // block_k)
         given = degrees, tiles, units, block_k, sizes.rows * sizes.num_in, MEASURED.summed_up[str(degrees)], sizes
-        found.append(_stream_k(*given, registers=_REGISTERS_OF_DX))
+        found.append(_stream_k(*given, registers=MEASURED.registers_of_dx))
     return min(found)[-1]
 
 

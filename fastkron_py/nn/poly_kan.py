@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.kan.api import LUT_SIZE, poly_kan, usable_bounds
+from fastkron_py.kan.api import LUT_SIZE
 from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
@@ -94,24 +94,8 @@ class PolyKANLinear(EdgeFunctions):
         )
         self.in_features, self.out_features = in_features, out_features
 
-    @torch.no_grad()
-    def update_grid(self, x: Tensor) -> None:
-        """Set the range of every input, and with it the grid of B-splines, to that of ``x [..., in_features]``.
-
-        The coefficients stay, so the functions are stretched with their grid.
-
-        Raises:
-            TypeError: x is no tensor of real numbers.
-            ValueError: the layer's normalization is not "minmax", or x has another number of inputs, or none that is finite of one.
-        """
-        self._check(x)
-        self._set_range_of(x)
-
     def _check(self, x: Any) -> None:
-        if not isinstance(x, Tensor):
-            raise type_error("x", "a torch tensor", type_name(x))
-        if not x.is_floating_point():
-            raise type_error("x", "a real floating-point dtype", x.dtype)
+        super()._check(x)
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise value_error("x", f"a last dimension of {self.in_features}", f"shape {tuple(x.shape)}")
 
@@ -139,22 +123,12 @@ class PolyKANLinear(EdgeFunctions):
         self._check_edge(output, input, x)
         alone = torch.zeros(x.numel(), self.in_features, dtype=torch.float64, device="cpu")
         alone[:, input] = x.to("cpu", torch.float64)
-        bounds = None
-        if self.low is not None and self.high is not None:
-            bounds = usable_bounds(self.low.cpu().double(), self.high.cpu().double())
+        bounds = None if self.low is None or self.high is None else torch.stack([self.low, self.high]).cpu().double()
         one = torch.zeros(self.in_features, dtype=torch.float64, device="cpu")
         one[input] = 1
         kept = self.coefficients[:, output : output + 1].cpu().double() * one
         with backend("torch"):
-            y = poly_kan(
-                alone,
-                kept,
-                basis=self.basis,
-                basis_parameters=self.basis_parameters,
-                normalization=self.normalization,
-                bounds=bounds,
-            )
-        return y[:, 0]
+            return self._sums(alone, kept, bounds, None)[:, 0]
 
     def _check_edge(self, output: Any, input: Any, x: Any) -> None:
         for name, index, count in (("output", output, self.out_features), ("input", input, self.in_features)):

@@ -135,12 +135,32 @@ class EdgeFunctions(Configured):
         self.low.copy_(low)
         self.high.copy_(high)
 
-    def _set_range_of(self, x: Tensor) -> None:
-        """Set the range to that of ``x [..., features]``."""
-        low, high = own_bounds(x)
+    @torch.no_grad()
+    def update_grid(self, x: Tensor) -> None:
+        """Set the range of every input, or channel, and with it the grid of B-splines, to that of x, which is shaped as for the layer.
+
+        The coefficients stay, so the functions are stretched with their grid.
+
+        Raises:
+            TypeError: x is no tensor of real numbers.
+            ValueError: the layer's normalization is not "minmax", or x has another number of inputs, or none that is finite of one.
+        """
+        self._check(x)
+        low, high = own_bounds(self._features_last(x))
         if not bool(is_set(low, high).all()):
             raise value_error("x", "a finite number of every input", f"none of input {int((~is_set(low, high)).nonzero()[0])}")
         self.set_range(low, high)
+
+    def _check(self, x: Any) -> None:
+        """Refuse what is no tensor of real numbers; layers refuse other shapes than theirs."""
+        if not isinstance(x, Tensor):
+            raise type_error("x", "a torch tensor", type_name(x))
+        if not x.is_floating_point():
+            raise type_error("x", "a real floating-point dtype", x.dtype)
+
+    def _features_last(self, x: Tensor) -> Tensor:
+        """X as ``[..., features]``."""
+        return x
 
     def _range(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """The range ``[2, features]`` for ``x [..., features]``, and the running range after a training batch, of the same shape.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastkron_py.nn.arguments import check_pair, check_positive
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
 from fastkron_py.runtime.checks import check_integer
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import value_error
 
 
 class PolyKANConv2d(EdgeFunctions):
@@ -86,22 +86,11 @@ class PolyKANConv2d(EdgeFunctions):
         above, left = check_pair("padding", padding, _check_zeros)
         return left, left, above, above
 
-    @torch.no_grad()
-    def update_grid(self, x: Tensor) -> None:
-        """Set the range of every channel, and with it the grid of B-splines, to that of x.
-
-        Raises:
-            TypeError: x is no tensor of real numbers.
-            ValueError: the layer's normalization is not "minmax", or x has another number of channels, or none that is finite of one.
-        """
-        self._check(x)
-        self._set_range_of(x.movedim(-3, -1))
+    def _features_last(self, x: Tensor) -> Tensor:
+        return x.movedim(-3, -1)
 
     def _check(self, x: Any) -> None:
-        if not isinstance(x, Tensor):
-            raise type_error("x", "a torch tensor", type_name(x))
-        if not x.is_floating_point():
-            raise type_error("x", "a real floating-point dtype", x.dtype)
+        super()._check(x)
         if x.ndim not in (3, 4) or x.shape[-3] != self.in_channels:
             raise value_error("x", f"[N, {self.in_channels}, H, W] or [{self.in_channels}, H, W]", f"shape {tuple(x.shape)}")
         left, right, above, below = self._around
@@ -121,12 +110,12 @@ class PolyKANConv2d(EdgeFunctions):
         """``[N, in_channels, H, W]`` to ``[N, out_channels, H', W']``, or both without N."""
         self._check(x)
         batched = x if x.ndim == 4 else x.unsqueeze(0)
-        found = self._range(batched.movedim(1, -1))
+        found = self._range(self._features_last(batched))
         bounds = None if found is None else found[0]
         left = None
         if self.normalization == "layer_norm":
             left = "tanh"
-            batched = nn.functional.layer_norm(batched.movedim(1, -1), (self.in_channels,)).movedim(-1, 1)
+            batched = nn.functional.layer_norm(self._features_last(batched), (self.in_channels,)).movedim(-1, 1)
         taps = self.kernel_size[0] * self.kernel_size[1]
         parts = []
         channels, outputs = self.in_channels // self.groups, self.out_channels // self.groups

@@ -162,9 +162,8 @@ def linear_rational(
         ``[..., N]``.
 
     Raises:
-        TypeError: as `rational`, or tensors of a kind that torch's linear does not take.
-        ValueError: as `rational`.
-        RuntimeError: torch's own, of shapes or dtypes of x, weight and bias that disagree.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes or devices that disagree; or a value that `rational` refuses.
 
     Example:
         >>> x, w = torch.randn(4, 197, 192), torch.randn(768, 192)
@@ -175,28 +174,22 @@ def linear_rational(
     check_noise(noise)
     if not isinstance(x, Tensor):
         raise type_error("x", "a torch tensor", type_name(x))
-    if not ((found.is_noisy and training and noise) or torch.compiler.is_compiling()):
-        y = _fused(x, weight, bias, numerator, denominator, found.without_noise.name)
-        if y is not None:
-            return y
-    z = torch.nn.functional.linear(x, weight, bias)
-    return rational(z, numerator, denominator, version=version, training=training, noise=noise)
-
-
-def _fused(x: Tensor, weight: Tensor, bias: Tensor | None, numerator: Tensor, denominator: Tensor, version: str) -> Tensor | None:
-    """`linear_rational` in one kernel; None where the two are to be composed. Only x has been found to be a tensor."""
-    tensors = (x, weight, bias, numerator, denominator)
-    key = "linear_rational", version, bias is None
-    given = [t for t in tensors if t is not None]
-    entry = CACHE.find(key, given)
+    tensors = [t for t in (x, weight, bias, numerator, denominator) if t is not None]
+    is_fixed = not (found.is_noisy and training and noise) and not torch.compiler.is_compiling()
+    key = "linear_rational", found.without_noise.name, bias is None
+    entry = CACHE.find(key, tensors) if is_fixed else None
     if entry is not None:
-        return entry.call(given, entry.options)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
+    _check_tensors(x, numerator, denominator)
     dtype = autocast_dtype(x)
-    if not operator.is_fused(*tensors, dtype):
-        return None
+    _check_linear(weight, bias, x, x.dtype if dtype is None else None)
+    if not is_fixed or not operator.is_fused(tensors, dtype):
+        z = torch.nn.functional.linear(x, weight, bias)
+        return rational(z, numerator, denominator, version=version, training=training, noise=noise)
+    _check_shapes(weight.mT, numerator, denominator, found)  # whose last dimension is the function's
     x, (weight,), bias = autocasted(x, [weight], bias)
     # Under autocast it is called on other tensors than these.
-    y: Tensor = operator.linear_rational(x, weight, bias, numerator, denominator, version, key=key if dtype is None else None)
+    y: Tensor = operator.linear_rational(x, weight, bias, numerator, denominator, key[1], key=key if dtype is None else None)
     return y
 
 
@@ -236,9 +229,6 @@ def _check_shapes(x: Tensor, numerator: Tensor, denominator: Tensor, version: De
         raise value_error("x", f"a last dimension that the number of groups {groups} divides", x.shape[-1])
 
 
-# ---- a linear layer after the function -------------------------------------------------------------
-
-
 def _check_parameter(name: str, t: Any, x: Tensor, dtype: torch.dtype | None, expected: str = "a torch tensor") -> None:
     """A floating-point tensor on x's device; of this dtype, unless that is None."""
     if not isinstance(t, Tensor):
@@ -250,14 +240,19 @@ def _check_parameter(name: str, t: Any, x: Tensor, dtype: torch.dtype | None, ex
 
 
 def _check_linear(weight: Any, bias: Any, x: Tensor, dtype: torch.dtype | None) -> None:
-    """A linear layer's parameters behind x."""
+    """A linear layer's parameters behind x, of this dtype unless that is None."""
     _check_parameter("weight", weight, x, dtype)
     if bias is not None:
         _check_parameter("bias", bias, x, dtype, "a torch tensor or None")
+    if x.ndim == 0:
+        raise value_error("x", "at least one dimension, [..., C]", "a 0-dimensional tensor")
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise value_error("weight", f"shape [O, {x.shape[-1]}]", f"shape {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise value_error("bias", f"shape [{weight.shape[0]}]", f"shape {tuple(bias.shape)}")
+
+
+# ---- a linear layer after the function -------------------------------------------------------------
 
 
 def rational_linear(

@@ -14,15 +14,15 @@ from fastkron_py.rational.denominators.registry import Denominator, find_denomin
 from fastkron_py.rational.kernels.elementwise import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
 from fastkron_py.rational.kernels.function import epilogue_rational, value_rational
 from fastkron_py.rational.kernels.layer_norm import _columns_kernel, _layer_norm_rational_bwd_kernel, _layer_norm_rational_fwd_kernel
-from fastkron_py.rational.plan import MEASURED, VECTOR_BYTES, LaunchShape, RowWalk, Runs, linear_tile, preference, walk, walk_rows
+from fastkron_py.rational.plan import MEASURED, LaunchShape, RowWalk, Runs, linear_tile, preference, walk, walk_rows
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.gpu import VECTOR_BYTES
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.gemm import epilogue_plain
-from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
-from fastkron_py.tiling.gemm_launch import Gemm, add_gemm, add_rowwise, takes_descriptor
+from fastkron_py.tiling.gemm_launch import Gemm, add_gemm, add_rowwise
 
 
 def is_approximate(dtype: torch.dtype, device: torch.device) -> bool:
@@ -232,15 +232,6 @@ def epilogue_params(a: Tensor, b: Tensor, columns: int, device: torch.device) ->
     return a.shape[1], b.shape[1], columns // groups, is_approximate(a.dtype, device), *strides
 
 
-def _linear_tile(build: Builder, x: Tensor, weight: Tensor, keep: bool) -> GemmTile:
-    size = x.element_size()
-    passes = 3 if x.dtype == torch.float32 else 1
-    stored = 2 * size if keep else size
-    has_descriptors = takes_descriptor(build, x) and takes_descriptor(build, weight)
-    sizes = GemmSizes(x.shape[0], weight.shape[0], x.shape[1], size, passes, stored, False, devices.gpu_of(build.device), has_descriptors)
-    return linear_tile(sizes, has_descriptors)
-
-
 def linear_rational(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool = False) -> Program:
     """The program of `fastkron::linear_rational`: ``P(z) / Q(z)`` with ``z = x @ weight.T + bias``, in memory only if it is kept.
 
@@ -261,5 +252,5 @@ def linear_rational(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool
     about, functions = epilogue_params(a, b, weight.shape[0], build.device), (find_denominator(version).device.complete(),)
     call = Gemm(epilogue_rational if keep else epilogue_plain, value=value_rational, params=about, functions=functions)
     coefficients = build.contiguous(a), build.contiguous(b)
-    add_gemm(build, x, weight, bias, call, y, pair=z, tensors=coefficients, tile=_linear_tile(build, x, weight, keep))
+    add_gemm(build, x, weight, bias, call, y, pair=z, tensors=coefficients, choose=linear_tile)
     return build.program([y] if z is None else [y, z], [shape] if z is None else [shape, shape], saved=int(keep))

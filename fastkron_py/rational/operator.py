@@ -124,37 +124,19 @@ rational_linear = Operator(
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, autocast: torch.dtype | None) -> bool:
-    """Whether one kernel takes these unchecked tensors, and is faster than two.
+def is_fused(tensors: Sequence[Tensor], autocast: torch.dtype | None) -> bool:
+    """Whether one kernel takes x, a weight, a bias if there is one, and coefficients, and is faster than two.
 
-    With autocast's dtype, x, weight and bias will be cast to it.
+    x, weight and bias have been checked. With autocast's dtype, they will be cast to it.
     """
-    tensors = (x, weight, bias, a, b)
-    if torch.compiler.is_compiling() or not all([t is None or isinstance(t, Tensor) for t in tensors]):
+    x, weight = tensors[:2]
+    dtype, (columns, depth), gpu = autocast or x.dtype, weight.shape, devices.gpu_of(x.device)
+    if x.numel() == 0 or columns == 0 or dtype not in _DTYPES:
         return False
-    if (
-        x.is_nested
-        or weight.is_nested
-        or x.ndim == 0
-        or x.numel() == 0
-        or weight.ndim != 2
-        or weight.shape[1] != x.shape[-1]
-        or len(weight) == 0
-    ):
-        return False
-    dtype, columns, gpu = autocast or x.dtype, weight.shape[0], devices.gpu_of(x.device)
     # Before all else, since it most often says no.
-    if dtype not in _DTYPES or not fuses(x.numel() // x.shape[-1], columns, x.shape[-1], dtype.itemsize, wants_gradient(tensors), gpu):
+    if not fuses(x.numel() // depth, columns, depth, dtype.itemsize, wants_gradient(tensors), gpu):
         return False
-    if transforms_active() or not takes_fast_path(tensors):
-        return False
-    given = (x.dtype,) if autocast is None else _DTYPES
-    if any([t is not None and (t.dtype not in given or t.device != x.device) for t in (x, weight, bias)]):
-        return False
-    if any([c.ndim != 2 or c.dtype not in _DTYPES or c.device != x.device or c.numel() == 0 for c in (a, b)]):
-        return False
-    groups = max(a.shape[0], b.shape[0])
-    if not (bias is None or bias.shape == weight.shape[:1]) or columns % groups or min(a.shape[0], b.shape[0]) not in (1, groups):
+    if transforms_active() or not takes_fast_path(tensors) or any([t.dtype not in _DTYPES for t in tensors]):
         return False
     if dtype == torch.float32 and resolved(None) != "highest":  # torch's own product is in TF32 then, at its full rate
         return False

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from fastkron_py.runtime.gpu import GPU
+from fastkron_py.runtime.gpu import GPU, VECTOR_BYTES, next_power_of_two
+from fastkron_py.tiling.figures import figures
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile, gemm_tile
 
-VECTOR_BYTES: Final = 16  # the widest load of a thread
 LANES: Final = 32
 
 
 class Measured(NamedTuple):
-    """Figures of the kernels, measured on one GPU: `measured.json` has them.
+    """Figures of the kernels, measured on one GPU: `tiling/figures.json` has them.
 
     Attributes:
         periods_least: of a program's, whose steps have to outweigh the lanes that wait in its last one.
@@ -44,6 +42,14 @@ class Measured(NamedTuple):
         call: seconds of the fused kernel's call, which makes its descriptors anew. On an H100's host the layers of KAT-T and KAT-S, whose
             kernels take 117 and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
         gain: at most this share of the time, else it is not worth a kernel of one's own.
+        most_channels: of a row behind a layer normalisation; beyond, its accumulators do not fit into registers.
+        most_coefficients: there, of P and Q together: each takes a register for every element that a thread owns.
+        row_elements: there, that a program takes at a time.
+        row_warps: on a multiprocessor, forward and backward: a thread takes some 80 registers, and 176.
+        row_stages: forward and backward; with few warps, loads are issued several tiles ahead.
+        overlapping: `GemmTile` of a linear layer before the function. Two programs share a multiprocessor: one multiplies while the other
+            evaluates the function. Compiled, they take 104 KiB and 128 registers a thread each, also where two results are stored, which
+            take turns in one piece of shared memory.
     """
 
     periods_least: int
@@ -67,9 +73,15 @@ class Measured(NamedTuple):
     calls: float
     call: float
     gain: float
+    most_channels: int
+    most_coefficients: int
+    row_elements: int
+    row_warps: list[int]
+    row_stages: list[int]
+    overlapping: list[int]
 
 
-MEASURED: Final = Measured(**json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["H100"])
+MEASURED: Final = Measured(**figures("rational"))
 
 
 class Runs(NamedTuple):
@@ -173,11 +185,6 @@ class LaunchShape:
         """Programs of each group."""
         return self.chunks * self.phases
 
-    def chunk(self, number: int) -> range:
-        """The periods of a chunk; some may lie beyond the last one."""
-        first = min(number, self.long_chunks) * self.iterations + max(0, number - self.long_chunks) * self.short
-        return range(first, first + (self.iterations if number < self.long_chunks else self.short))
-
     @property
     def masked(self) -> bool:
         """Whether the last tile is not full."""
@@ -252,11 +259,6 @@ def walk(runs: Runs, itemsize: int, multiprocessors: int, wanted: Preference) ->
 
 # ---- rows, with layer normalisation ----------------------------------------------------------------
 
-CHANNELS_MOST: Final = 2048
-"""Beyond, a row's accumulators do not fit into registers."""
-COEFFICIENTS_MOST: Final = 12
-"""Coefficients of P and Q together, at most: each takes a register for every element that a thread owns."""
-
 
 class RowWalk(NamedTuple):
     """How programs walk over rows."""
@@ -270,14 +272,11 @@ class RowWalk(NamedTuple):
 
 def takes_rows(channels: int, coefficients: int) -> bool:
     """Whether the kernels take these sizes."""
-    return 0 < channels <= CHANNELS_MOST and coefficients <= COEFFICIENTS_MOST
+    return 0 < channels <= MEASURED.most_channels and coefficients <= MEASURED.most_coefficients
 
 
 def walk_rows(rows: int, channels: int, multiprocessors: int, backward: bool) -> RowWalk:
     """Four elements a thread, and as many programs as are on the device at once: each leaves a part of every gradient.
-
-    A thread takes some 176 registers in the backward pass and 80 in the forward pass, so that 8 and 24 warps share a multiprocessor.
-    With so few, loads are issued several tiles ahead.
 
     Args:
         rows: of x.
@@ -285,28 +284,22 @@ def walk_rows(rows: int, channels: int, multiprocessors: int, backward: bool) ->
         multiprocessors: of the device.
         backward: which pass.
     """
-    block = 16
-    while block < channels:
-        block *= 2
-    at_once = max(1, 512 // block)
-    num_warps = min(16, max(1, at_once * block // 128))
-    most = multiprocessors * max(1, (8 if backward else 24) // num_warps)
+    block = max(16, next_power_of_two(channels))
+    at_once = max(1, MEASURED.row_elements // block)
+    num_warps = min(16, max(1, at_once * block // (4 * LANES)))
+    most = multiprocessors * max(1, MEASURED.row_warps[backward] // num_warps)
     programs = max(1, min(-(-rows // at_once), most))
-    return RowWalk(at_once, block, programs, num_warps, 5 if backward else 3)
+    return RowWalk(at_once, block, programs, num_warps, MEASURED.row_stages[backward])
 
 
 # ---- a linear layer and the function after it: in one kernel or in two -----------------------------
 
 
-# Two programs share a multiprocessor: one multiplies while the other evaluates the function. Compiled, they take 104 KiB and 128
-# registers a thread each, also where two results are stored, which take turns in one piece of shared memory.
-_OVERLAPPING: Final = GemmTile(128, 128, 64, 8, 3, parts=4, programs=2)
-
-
-def linear_tile(sizes: GemmSizes, has_descriptors: bool) -> GemmTile:
-    """Blocks of the product that is finished with the function; has_descriptors: operands have tensor descriptors."""
-    is_large = sizes.rows >= _OVERLAPPING.block_m and sizes.columns >= _OVERLAPPING.block_n and sizes.depth >= _OVERLAPPING.block_k
-    return _OVERLAPPING if has_descriptors and sizes.itemsize == 2 and is_large else gemm_tile(sizes)
+def linear_tile(sizes: GemmSizes) -> GemmTile:
+    """Blocks of the product that is finished with the function."""
+    tile = GemmTile(*MEASURED.overlapping)
+    is_large = sizes.rows >= tile.block_m and sizes.columns >= tile.block_n and sizes.depth >= tile.block_k
+    return tile if sizes.has_descriptors and sizes.itemsize == 2 and is_large else gemm_tile(sizes)
 
 
 def seconds_apart(rows: int, columns: int, depth: int, itemsize: int, gpu: GPU) -> float:

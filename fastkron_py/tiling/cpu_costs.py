@@ -1,18 +1,17 @@
 """Times of torch's matrix products on a CPU, by BLAS and by oneDNN, in closed form: functions of shapes and of a few figures.
 
-The figures (`cpu_costs.json`) are nanoseconds of one core in float32, fitted to measurements on an AVX-512 CPU with MKL;
+The figures (`figures.json`) are nanoseconds of one core in float32, fitted to measurements on an AVX-512 CPU with MKL;
 docs/how_it_works/cpu.md has them. Only their ratios matter: they choose between ways to do the same.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from functools import lru_cache
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from fastkron_py.runtime.gpu import zen
+from fastkron_py.tiling.figures import figures
 
 VECTOR: Final = 16  # innermost widths below this run at a fraction of the speed
 ONEDNN_TERMS: Final = 4096  # at most: its sums round more than BLAS's
@@ -46,9 +45,8 @@ class OneDNN(NamedTuple):
     most_written: float = math.inf  # elements of a result, in new memory, up to which it is
 
 
-_FIGURES: Final = json.loads(Path(__file__).with_name("cpu_costs.json").read_text(encoding="utf-8"))
-BLAS: Final = Blas(**_FIGURES["blas"])
-ONEDNN: Final = {int(generation): OneDNN(**of) for generation, of in _FIGURES["onednn"].items()}  # by AMD's generation: `zen`
+BLAS: Final = Blas(**figures("blas"))
+ONEDNN: Final = {int(generation): OneDNN(**of) for generation, of in figures("onednn").items()}  # by AMD's generation: `zen`
 
 
 class Mode(NamedTuple):

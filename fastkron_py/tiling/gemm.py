@@ -101,22 +101,13 @@ def _plus_bias(t, bias, place, step, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def _epilogue(
-    first,
-    second,
-    place,
-    bias,
-    targets,
-    tensors,
-    strides,
-    EPILOGUE: tl.constexpr,
-    VALUE: tl.constexpr,
-    SLOPE: tl.constexpr,
-    PARAMS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PARTS: tl.constexpr,
+    sums, place, bias, targets, tensors, strides, FUNCTIONS: tl.constexpr, PAIRS: tl.constexpr, HAS_BIAS: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Epilogue sums in PARTS pieces; of "stacked" pairs both halves are given. bias: (pointer, step, distance of the two of a pair)."""
+    """Epilogue sums in PARTS pieces; of "stacked" pairs the two halves are apart.
+
+    bias is (pointer, step, distance of the two of a pair), FUNCTIONS (EPILOGUE, VALUE, SLOPE, PARAMS).
+    """
+    first, second = sums
     row, column, rows, columns = place
     if PARTS > 1:
         left, right = halves(first)
@@ -127,14 +118,17 @@ def _epilogue(
         STEP: tl.constexpr = first.shape[1] // 2
         beside = (row, column + STEP, rows, columns)
         LESS: tl.constexpr = PARTS // 2
-        _epilogue(left, left2, place, bias, targets, tensors, strides, EPILOGUE, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, LESS)
-        _epilogue(right, right2, beside, bias, targets, tensors, strides, EPILOGUE, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, LESS)
+        _epilogue((left, left2), place, bias, targets, tensors, strides, FUNCTIONS, PAIRS, HAS_BIAS, LESS)
+        _epilogue((right, right2), beside, bias, targets, tensors, strides, FUNCTIONS, PAIRS, HAS_BIAS, LESS)
     else:
         if HAS_BIAS:
             first = _plus_bias(first, bias[0], place, bias[1], HAS_BIAS)
             if PAIRS == "stacked":
                 second = _plus_bias(second, bias[0] + bias[2], place, bias[1], HAS_BIAS)
-        EPILOGUE(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
+        VALUE: tl.constexpr = FUNCTIONS[1]
+        SLOPE: tl.constexpr = FUNCTIONS[2]
+        PARAMS: tl.constexpr = FUNCTIONS[3]
+        FUNCTIONS[0](first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
 
 
 @triton.jit(do_not_specialize=["alpha", "beta"])
@@ -186,6 +180,7 @@ def _gemm_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
     PAIRED: tl.constexpr = 1 if PAIRS == "" else 2
+    FUNCTIONS: tl.constexpr = (EPILOGUE, VALUE, SLOPE, PARAMS)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
         row = tile_m * BLOCK_M
@@ -208,22 +203,7 @@ def _gemm_kernel(
         place = (row, tile_n * (BLOCK_N // PAIRED), M, N // PAIRED)
         biases = (bias, bias_step, bias_half)
         targets = (out, pair, pair2, side)
-        _epilogue(
-            first,
-            second,
-            place,
-            biases,
-            targets,
-            tensors + functions + (alpha, beta),
-            strides,
-            EPILOGUE,
-            VALUE,
-            SLOPE,
-            PARAMS,
-            PAIRS,
-            HAS_BIAS,
-            PARTS,
-        )
+        _epilogue((first, second), place, biases, targets, tensors + functions + (alpha, beta), strides, FUNCTIONS, PAIRS, HAS_BIAS, PARTS)
     if EARLY:
         gdc_wait()
 

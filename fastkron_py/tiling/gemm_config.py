@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU, next_power_of_two
+from fastkron_py.tiling.figures import figures
 
-_BARRIERS: Final = 2048  # bytes, at most, beside tiles
-_MOST_SUMS: Final = 128  # of a thread: half of its registers
-_NARROWEST: Final = 16  # that a tensor core takes
+NARROWEST: Final = 16  # that a tensor core takes
 
 
 class GemmSizes(NamedTuple):
@@ -52,59 +51,74 @@ def shared_memory(tile: GemmTile, sizes: GemmSizes) -> int:
     """Bytes of a program, about: blocks in flight, and the staging buffer of a part that is finished."""
     blocks = (tile.block_m + tile.block_n) * tile.block_k * sizes.itemsize * tile.stages
     stored = 4 * tile.parts if sizes.gpu.has_staged_sums and tile.parts > 1 else sizes.stored
-    return blocks + tile.block_m * tile.block_n // tile.parts * stored + _BARRIERS
+    return blocks + tile.block_m * tile.block_n // tile.parts * stored + OF.barriers
 
 
 def is_valid(tile: GemmTile, sizes: GemmSizes) -> bool:
     """Whether a tile can be launched: the one statement of it."""
     blocks = (tile.block_m, tile.block_n, tile.block_k)
-    if any(b < _NARROWEST or b > 256 or b & (b - 1) for b in blocks):
+    if any(b < NARROWEST or b > 256 or b & (b - 1) for b in blocks):
         return False
-    if tile.block_n // (2 if sizes.paired else 1) // tile.parts < _NARROWEST:
+    if tile.block_n // (2 if sizes.paired else 1) // tile.parts < NARROWEST:
         return False
-    if tile.block_m * tile.block_n > _MOST_SUMS * 32 * tile.warps:
+    if tile.block_m * tile.block_n > OF.most_sums * 32 * tile.warps:
         return False
     return shared_memory(tile, sizes) * tile.programs <= sizes.gpu.shared_memory
 
 
 _Known = tuple[tuple[GemmTile, float], ...]
-# Tiles, with the fewest parts that they are finished in, and the share of the first one's rate that a multiprocessor reaches with them.
-# Those of half precision were measured on an H100: finishing the first one in two parts gains 4 to 5%, and a fourth stage loses 4%.
-_HALF: Final[_Known] = (
-    (GemmTile(128, 256, 64, 8, 3, parts=2, group=16), 1.0),
-    (GemmTile(128, 128, 64, 8, 4), 0.9),
-    (GemmTile(64, 128, 64, 4, 4, programs=2), 0.6),
-    (GemmTile(64, 64, 64, 4, 4, programs=2), 0.4),
-)
-_TF32: Final[_Known] = (
-    (GemmTile(128, 256, 32, 8, 3), 1.0),
-    (GemmTile(128, 128, 32, 8, 4), 0.8),
-    (GemmTile(64, 128, 32, 4, 4, programs=2), 0.6),
-    (GemmTile(64, 64, 32, 4, 4, programs=2), 0.4),
-)
-_THREE_PASSES: Final[_Known] = (
-    (GemmTile(128, 128, 32, 8, 3), 1.0),
-    (GemmTile(64, 128, 32, 4, 3, programs=2), 0.8),
-    (GemmTile(64, 64, 32, 4, 3, programs=2), 0.6),
-)
-_BY_POINTERS: Final = _THREE_PASSES
-# Where tensor cores read operands from registers; finished whole, the first one spills in TF32.
-_BY_POINTERS_FROM_REGISTERS: Final[_Known] = ((GemmTile(128, 128, 32, 8, 3, parts=2), 1.0), *_BY_POINTERS[1:])
-# By pointers, or where tensor cores read operands from registers, larger ones spill.
-_THREE_PASSES_SMALL: Final[_Known] = ((GemmTile(64, 64, 32, 4, 3, programs=2), 1.0),)
-# For a product of few rows, which waits for the weight: two programs on a multiprocessor, with much of it in flight.
-_FEW_ROWS: Final = GemmTile(64, 128, 64, 4, 4, programs=2)
-# From the last product of a launch to the first of the next, some 5 microseconds: sums of a multiprocessor, times their depth.
-_BETWEEN_LAUNCHES: Final = 128 * 256 * 512
-_LEAST_GAIN: Final = 0.99  # that a second launch has to bring
-# The columns after full waves of the first tile, in launches that overlap: one more program on each multiprocessor, beside those of
-# the first launch. Its products go on while those finish tiles. The tile, the rate and the share are fitted to trials on an H100 of
-# Llama's layers, by two figures: of one launch's time, 512 tokens of 8B take 0.89 (measured: 0.88, 0.88 and 0.91) and 4096 take
-# 0.975 (0.97). Gains of 2% could not be told from noise: 512 tokens of 405B, with 1.8% to gain, and of 70B, with none, gave both
-# more and less, and stay one launch.
-_BESIDE: Final = (GemmTile(64, 128, 32, 4, 4), 1.0)
-_STILL_BETWEEN: Final = 0.5
-_LEAST_GAIN_BESIDE: Final = 0.98
+
+
+class Measured(NamedTuple):
+    """Figures of the main loop: `figures.json` has them.
+
+    A table has tiles, the largest first, with the fewest parts that they are finished in, and the share of the first one's rate that a
+    multiprocessor reaches with them.
+
+    Attributes:
+        barriers: bytes, at most, beside tiles.
+        most_sums: of a thread: half of its registers.
+        half: of half precision, with descriptors. Finishing the first one in two parts gains 4 to 5%, and a fourth stage loses 4%.
+        tf32: of one pass of TF32, with descriptors.
+        three_passes: with descriptors, or of one pass by pointers.
+        from_registers: by pointers, where tensor cores read operands from registers; finished whole, the first one spills in TF32.
+        small_three_passes: by pointers, or where tensor cores read operands from registers: larger ones spill.
+        few_rows: for a product of few rows, which waits for the weight: two programs on a multiprocessor, with much of it in flight.
+        between_launches: from the last product of a launch to the first of the next, some 5 microseconds: sums of a multiprocessor, times
+            their depth.
+        least_gain: share of the time, that a second launch has to bring.
+        beside: of the columns after full waves of the first tile, in launches that overlap: one more program on each multiprocessor, beside
+            those of the first launch. Its products go on while those finish tiles. The tile, the rate and the share are fitted to trials of
+            Llama's layers, by two figures: of one launch's time, 512 tokens of 8B take 0.89 (measured: 0.88, 0.88 and 0.91) and 4096 take
+            0.975 (0.97). Gains of 2% could not be told from noise: 512 tokens of 405B, with 1.8% to gain, and of 70B, with none, gave both
+            more and less, and stay one launch.
+        still_between: share of between_launches that is left then.
+        least_gain_beside: as least_gain, then.
+    """
+
+    barriers: int
+    most_sums: int
+    half: _Known
+    tf32: _Known
+    three_passes: _Known
+    from_registers: _Known
+    small_three_passes: _Known
+    few_rows: GemmTile
+    between_launches: int
+    least_gain: float
+    beside: tuple[GemmTile, float]
+    still_between: float
+    least_gain_beside: float
+
+
+def _read(value: Any) -> Any:
+    """A figure, a tile, or tiles with their rates."""
+    if not isinstance(value, list):
+        return value
+    return tuple([_read(each) for each in value]) if isinstance(value[0], list) else GemmTile(*value)
+
+
+OF: Final = Measured(**{name: _read(value) for name, value in figures("gemm").items()})
 
 
 def tiles(tile: GemmTile, rows: int, columns: int) -> int:
@@ -114,8 +128,8 @@ def tiles(tile: GemmTile, rows: int, columns: int) -> int:
 
 def _fitted(tile: GemmTile, sizes: GemmSizes) -> GemmTile:
     """No block much larger than its side of the product; as few parts, and as many stages, as shared memory has room for."""
-    least = _NARROWEST * (2 if sizes.paired else 1)
-    sides = (tile.block_m, sizes.rows, _NARROWEST), (tile.block_n, sizes.columns, least), (tile.block_k, sizes.depth, _NARROWEST)
+    least = NARROWEST * (2 if sizes.paired else 1)
+    sides = (tile.block_m, sizes.rows, NARROWEST), (tile.block_n, sizes.columns, least), (tile.block_k, sizes.depth, NARROWEST)
     block_m, block_n, block_k = (min(block, max(narrowest, next_power_of_two(size))) for block, size, narrowest in sides)
     tile = tile._replace(block_m=block_m, block_n=block_n, block_k=block_k)
     most_parts = max(1, min(4, tile.block_n // least))
@@ -135,10 +149,10 @@ def _known(sizes: GemmSizes) -> _Known:
 
 def _by_rate(sizes: GemmSizes) -> _Known:
     if sizes.passes == 3:
-        return _THREE_PASSES if sizes.has_descriptors and sizes.gpu.has_shared_operands else _THREE_PASSES_SMALL
+        return OF.three_passes if sizes.has_descriptors and sizes.gpu.has_shared_operands else OF.small_three_passes
     if not sizes.has_descriptors:
-        return _BY_POINTERS if sizes.gpu.has_shared_operands else _BY_POINTERS_FROM_REGISTERS
-    return _HALF if sizes.itemsize == 2 else _TF32
+        return OF.three_passes if sizes.gpu.has_shared_operands else OF.from_registers
+    return OF.half if sizes.itemsize == 2 else OF.tf32
 
 
 def _seconds(known: tuple[GemmTile, float], sizes: GemmSizes) -> float:
@@ -150,21 +164,21 @@ def _seconds(known: tuple[GemmTile, float], sizes: GemmSizes) -> float:
 
 def _is_short(sizes: GemmSizes) -> bool:
     """Whether a product has so few rows that it waits for the weight."""
-    return sizes.rows <= _FEW_ROWS.block_m and sizes.has_descriptors and sizes.passes == 1
+    return sizes.rows <= OF.few_rows.block_m and sizes.has_descriptors and sizes.passes == 1
 
 
 def gemm_tile(sizes: GemmSizes) -> GemmTile:
     """The tile whose waves of programs take least time."""
     if _is_short(sizes):
-        return _fitted(_FEW_ROWS._replace(block_k=128 // sizes.itemsize), sizes)
+        return _fitted(OF.few_rows._replace(block_k=128 // sizes.itemsize), sizes)
     return _fitted(min(_known(sizes), key=lambda each: _seconds(each, sizes))[0], sizes)
 
 
 def _fits_beside(tile: GemmTile, first: GemmSizes, last: GemmSizes) -> bool:
     """Whether a program of the last columns can run beside one of the first tile; with fewer rows, a product waits for the weight."""
-    if not first.beside or tile is not _HALF[0][0] or first.rows <= tile.block_m:
+    if not first.beside or tile is not OF.half[0][0] or first.rows <= tile.block_m:
         return False
-    return shared_memory(_fitted(tile, first), first) + shared_memory(_fitted(_BESIDE[0], last), last) <= first.gpu.shared_memory
+    return shared_memory(_fitted(tile, first), first) + shared_memory(_fitted(OF.beside[0], last), last) <= first.gpu.shared_memory
 
 
 def _whole_waves(tile: GemmTile, sizes: GemmSizes) -> int:
@@ -185,14 +199,14 @@ def gemm_spans(sizes: GemmSizes) -> tuple[GemmSpan, ...]:
     if not cuts:
         return ()
     one = best = min([_seconds(each, sizes) for each in known])
-    between = _BETWEEN_LAUNCHES / sizes.depth
+    between = OF.between_launches / sizes.depth
     found: tuple[GemmSpan, ...] = ()
     for each, cut in cuts:
         tile = each[0]
         first, last = sizes._replace(columns=cut), sizes._replace(columns=sizes.columns - cut)
-        rests = [(other, _seconds(other, last) + between, _LEAST_GAIN * one) for other in known]
+        rests = [(other, _seconds(other, last) + between, OF.least_gain * one) for other in known]
         if _fits_beside(tile, first, last):
-            rests.append((_BESIDE, _seconds(_BESIDE, last) + _STILL_BETWEEN * between, _LEAST_GAIN_BESIDE * one))
+            rests.append((OF.beside, _seconds(OF.beside, last) + OF.still_between * between, OF.least_gain_beside * one))
         for other, rest, limit in rests:
             seconds = _seconds(each, first) + rest
             if seconds < min(best, limit):

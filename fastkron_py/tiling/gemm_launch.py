@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -128,17 +128,39 @@ def _pair(build: Builder, b: Tensor, b2: Tensor) -> tuple[Operand, bool]:
     return operand._replace(has_descriptor=order != 0), order < 0
 
 
-def problem_of(
-    build: Builder,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    others: Sequence[Tensor | None],
-    call: Gemm,
-    precision: str,
-    b2: Tensor | None = None,
-) -> Problem:
-    """The problem of a launch on these operands; arguments as of `add_gemm`, rows of a, b and b2 being runs of memory."""
+class Operands(NamedTuple):
+    """The matrices of a launch, as of `add_gemm`."""
+
+    a: Tensor
+    b: Tensor
+    b2: Tensor | None = None
+    bias: Tensor | None = None
+    out: Tensor | None = None
+    pair: Tensor | None = None
+    pair2: Tensor | None = None
+    side: Tensor | None = None
+
+    @property
+    def others(self) -> list[Tensor | None]:
+        """The tensors that the epilogue writes or reads."""
+        return [self.out, self.pair, self.pair2, self.side]
+
+    def part(self, span: GemmSpan, problem: Problem) -> Operands:
+        """Views of the operands for a launch on some of the columns."""
+        each = 2 if problem.gemm.pairs else 1
+        half = slice(span.start // each, span.stop // each)
+        rows = slice(span.start, span.stop) if self.b2 is None else half
+        bias = self.bias
+        if bias is not None:
+            bias = bias[..., half] if bias.ndim > 1 else bias[span.start : span.stop]
+        shares = [1 if o is None else o.share for o in problem.others]
+        others = [None if t is None else t[:, half.start * n : half.stop * n] for t, n in zip(self.others, shares, strict=True)]
+        return Operands(self.a, self.b[rows], None if self.b2 is None else self.b2[rows], bias, *others)
+
+
+def problem_of(build: Builder, given: Operands, call: Gemm, precision: str) -> Problem:
+    """The problem of a launch on these operands, rows of a, b and b2 being runs of memory; call and precision as of `add_gemm`."""
+    b, b2, bias = given.b, given.b2, given.bias
     columns = b.shape[0] if b2 is None else 2 * b.shape[0]
     width = columns // call.fan
     operand_b, swapped = (_operand(build, b), False) if b2 is None else _pair(build, b, b2)
@@ -146,15 +168,15 @@ def problem_of(
     if bias is not None:
         strides = (bias.stride(0 if bias.ndim == 3 else -1), 0 if bias.ndim == 1 else bias.stride(-2))
     return Problem(
-        a.shape[0],
+        given.a.shape[0],
         columns,
-        a.shape[1],
-        _operand(build, a),
+        given.a.shape[1],
+        _operand(build, given.a),
         operand_b,
         swapped,
         strides,
         bias is not None and bias.ndim == 3,
-        tuple([None if t is None else _operand(build, t, -(-t.shape[1] // width)) for t in others]),
+        tuple([None if t is None else _operand(build, t, -(-t.shape[1] // width)) for t in given.others]),
         call,
         precision,
         build.device,
@@ -225,36 +247,6 @@ def _launcher(problem: Problem, tile: GemmTile, overlap: Overlap) -> Launcher:
     return Launcher([LaunchConfig(_gemm_kernel, grid, {**arguments, "num_stages": s}) for s in stages])
 
 
-class _Operands(NamedTuple):
-    """The matrices of a launch, as of `add_gemm`."""
-
-    a: Tensor
-    b: Tensor
-    b2: Tensor | None
-    bias: Tensor | None
-    out: Tensor | None
-    pair: Tensor | None
-    pair2: Tensor | None
-    side: Tensor | None
-
-    @property
-    def others(self) -> list[Tensor | None]:
-        """The tensors that the epilogue writes or reads."""
-        return [self.out, self.pair, self.pair2, self.side]
-
-    def part(self, span: GemmSpan, problem: Problem) -> _Operands:
-        """Views of the operands for a launch on some of the columns."""
-        each = 2 if problem.gemm.pairs else 1
-        half = slice(span.start // each, span.stop // each)
-        rows = slice(span.start, span.stop) if self.b2 is None else half
-        bias = self.bias
-        if bias is not None:
-            bias = bias[..., half] if bias.ndim > 1 else bias[span.start : span.stop]
-        shares = [1 if o is None else o.share for o in problem.others]
-        others = [None if t is None else t[:, half.start * n : half.stop * n] for t, n in zip(self.others, shares, strict=True)]
-        return _Operands(self.a, self.b[rows], None if self.b2 is None else self.b2[rows], bias, *others)
-
-
 def add_rowwise(build: Builder, t: Tensor) -> Tensor:
     """A matrix whose rows are runs of memory: the one given, or a copy."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else build.contiguous(t)
@@ -274,7 +266,7 @@ def add_gemm(
     tensors: tuple[Tensor, ...] = (),
     scalars: Scalars = (0, 0),
     precision: str = "highest",
-    tile: GemmTile | None = None,
+    choose: Callable[[GemmSizes], GemmTile] | None = None,
     b2: Tensor | None = None,
 ) -> None:
     """Multiply ``a [M, K]`` with the transpose of ``b [N, K]`` and let ``call.epilogue`` store the results.
@@ -292,7 +284,7 @@ def add_gemm(
         tensors: further ones that prologue and epilogue read.
         scalars: alpha and beta of the epilogue.
         precision: of float32 products, "highest" (three-pass TF32) or less (TF32).
-        tile: blocks; None lets the closed form choose.
+        choose: from the sizes to blocks; None is the closed form, which may divide the columns between two launches.
         b2: ``[N / 2, K]`` for "stacked" pairs, in memory of b's or of its own: of two inputs an operator's `places` tell the order.
     """
     a = add_rowwise(build, a)
@@ -300,21 +292,19 @@ def add_gemm(
         b = add_rowwise(build, b)
     elif b2.stride() != b.stride() or add_rowwise(build, b) is not b:
         b, b2 = build.call(_stacked, (b, b2), describe((2, *b.shape), b.dtype))
-    operands = _Operands(a, b, b2, bias, out, pair, pair2, side)
-
-    def problem(given: _Operands) -> Problem:
-        return problem_of(build, given.a, given.b, given.bias, given.others, call, precision, given.b2)
-
-    whole = problem(operands)
+    operands = Operands(a, b, b2, bias, out, pair, pair2, side)
+    whole = problem_of(build, operands, call, precision)
     sizes = whole.sizes()
-    spans = tuning.gemm_spans(sizes) if call.divisible and tile is None else ()
+    spans = tuning.gemm_spans(sizes) if call.divisible and choose is None else ()
     if not spans:
-        _add_launch(build, whole, tile or tuning.gemm_tile(sizes), operands, (tensors, scalars), _ALONE)
+        tile = tuning.gemm_tile(sizes) if choose is None else choose(sizes)
+        _add_launch(build, whole, tile, operands, (tensors, scalars), _ALONE)
         return
     last = len(spans) - 1 if whole.overlaps() else 0
     for i, span in enumerate(spans):
         part = operands.part(span, whole)
-        _add_launch(build, problem(part), span.tile, part, (tensors, scalars), Overlap(i < last, 0 < i <= last))
+        problem = problem_of(build, part, call, precision)
+        _add_launch(build, problem, span.tile, part, (tensors, scalars), Overlap(i < last, 0 < i <= last))
 
 
 def _stacked(b: Tensor, b2: Tensor) -> Tensor:
@@ -325,7 +315,7 @@ def _add_launch(
     build: Builder,
     problem: Problem,
     tile: GemmTile,
-    operands: _Operands,
+    operands: Operands,
     given: tuple[tuple[Tensor, ...], Scalars],
     overlap: Overlap,
 ) -> None:

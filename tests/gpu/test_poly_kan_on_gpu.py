@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from graphs import graphed
-from poly_kan_cases import BASES, PARAMETERS, layer, layer_gradients, problem
+from poly_kan_cases import BASES, PARAMETERS, layer, layer_gradients, problem, table_error_bound
 from torch import Tensor
 
 from fastkron_py import poly_kan
-from fastkron_py.kan.bases.table import table_error_bound
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu

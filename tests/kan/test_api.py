@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from poly_kan_cases import BASES, PARAMETERS, config_of, forward, gradients_of, layer, layer_gradients, problem
+from poly_kan_cases import (
+    BASES,
+    PARAMETERS,
+    config_of,
+    forward,
+    gradients_of,
+    layer,
+    layer_gradients,
+    problem,
+    table_error_bound,
+)
 from sampling import in_full
 from torch import Tensor
 
@@ -17,7 +27,6 @@ import fastkron_py
 from fastkron_py import poly_kan
 from fastkron_py.kan import launches, layer_config, operands, plan, program, torch_backend
 from fastkron_py.kan.api import own_bounds
-from fastkron_py.kan.bases.table import table_error_bound
 from fastkron_py.kan.plan import Tile
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder

@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 from pages import table
-from poly_kan_cases import BASES, by_scipy, config_of, parameters_of
+from poly_kan_cases import BASES, by_scipy, config_of, parameters_of, table_error_bound
 from torch import Tensor
 
 import fastkron_py
 from fastkron_py import poly_kan
 from fastkron_py.kan.bases.registry import find_basis, unregister_basis
-from fastkron_py.kan.bases.table import basis_table, table_error_bound, table_values
+from fastkron_py.kan.bases.table import basis_table, table_values
 from fastkron_py.kan.normalizers import NORMALIZERS
 from fastkron_py.nn import KAN, Basis, PolyKANConv2d, PolyKANLinear, register_basis, smooth_init_
 

@@ -31,8 +31,7 @@ def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "hopper":
         pipelined(monkeypatch)
         tile = GemmTile(32, 256, 32, 4, 2, group=2)
-        monkeypatch.setattr(plan, "_INPUT_GEMM", {2: tile, 4: tile})
-        monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(least_filled=0.0))
+        monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(gemm_tiles={"2": tile, "4": tile}, least_filled=0.0))
         gpu = replace(INTERPRETER, multiprocessors=3, has_wgmma=True)
         monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(large_products=1, large_rows=1))

@@ -34,9 +34,9 @@ def by_gemm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return add(call, choice)
 
     monkeypatch.setattr(launches, "_add_input_gradient_by_gemm", noted)
-    monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(large_products=1, large_rows=1, least_filled=0.0))
     tile = GemmTile(32, 256, 32, 4, 2, group=2)
-    monkeypatch.setattr(plan, "_INPUT_GEMM", {2: tile, 4: tile})
+    figures = {"large_products": 1, "large_rows": 1, "least_filled": 0.0, "gemm_tiles": {"2": tile, "4": tile}}
+    monkeypatch.setattr(plan, "MEASURED", plan.MEASURED._replace(**figures))
     gpu = replace(INTERPRETER, multiprocessors=3, has_wgmma=True)
     monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(launches, "has_pipelined", lambda device, dtype: False)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from fastkron_py.kan import plan
+from fastkron_py.kan.layer_config import DeviceBasis
 from fastkron_py.kan.plan import Sizes
 from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, HOPPER, INTERPRETER
 
@@ -53,3 +56,9 @@ def test_tiles_of_all_degrees_that_compile_for_10_0() -> None:
     tiles = [plan.coefficient_gradient(s) for s in of_few if not plan.is_large(s)]
     assert len(tiles) > 20
     assert [tile for tile in tiles if tile.block_m > 32] == []
+
+
+def test_compiled_kernels_are_found_by_a_basis_code() -> None:
+    """Triton's text of a tuple of functions has their names alone, so that a basis that was edited would run as before."""
+    keys = {DeviceBasis(3, 1, (), *[SimpleNamespace(cache_key=code)] * 5).cache_key for code in ("old", "new")}
+    assert len(keys) == 2

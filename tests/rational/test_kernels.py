@@ -137,12 +137,18 @@ def test_no_runs() -> None:
     assert runs_of(rows.as_strided((4, 8), (4, 1)), 2) is None  # rows that overlap
 
 
+def periods_of(w: LaunchShape, chunk: int) -> range:
+    """The periods of a chunk; some may lie beyond the last one."""
+    first = min(chunk, w.long_chunks) * w.iterations + max(0, chunk - w.long_chunks) * w.short
+    return range(first, first + (w.iterations if chunk < w.long_chunks else w.short))
+
+
 def taken(w: LaunchShape) -> list[int]:
     """Vectors of one group that its programs take, as the kernel's loops do."""
     found = []
     for chunk in range(w.chunks):
         for phase in range(w.phases):
-            for period in range(w.chunk(chunk).start, min(w.chunk(chunk).stop, w.periods - (phase >= w.last_phases))):
+            for period in range(periods_of(w, chunk).start, min(periods_of(w, chunk).stop, w.periods - (phase >= w.last_phases))):
                 start = (period * w.phases + phase) * w.block
                 found += range(start, min(start + w.block, w.total))
     return found
@@ -163,7 +169,7 @@ def is_valid(walk: LaunchShape, runs: Runs) -> bool:
         and (walk.mode == "rows" or walk.phases == 1)
         and steady
         and 0 <= walk.long_chunks <= walk.chunks
-        and walk.chunk(walk.chunks - 1).stop * walk.phases >= tiles
+        and periods_of(walk, walk.chunks - 1).stop * walk.phases >= tiles
     )
 
 

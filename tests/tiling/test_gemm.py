@@ -101,8 +101,8 @@ def test_pairs(tile: GemmTile, where: str, has_descriptors: bool, device: torch.
     call = Gemm(epilogue_gate, value=find_activation("relu").value, params=(False,), pairs="stacked")
     b, b2 = placed(where, weight)
     build = Builder([x, b, bias, b2, out])
-    *operands, meta_b2, target = build.inputs
-    problem = gemm_launch.problem_of(build, *operands, [target, None, None, None], call, "highest", meta_b2)
+    meta_x, meta_b, meta_bias, meta_b2, target = build.inputs
+    problem = gemm_launch.problem_of(build, gemm_launch.Operands(meta_x, meta_b, meta_b2, meta_bias, target), call, "highest")
     assert (problem.b.has_descriptor, problem.swapped) == (has_descriptors, has_descriptors and where == "apart, gate first")
     gemm(x, b, bias, call, out, tile=tile, b2=b2)
     assert_close(out, up * gate.relu())

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastkron_py.kan.bases.registry import Basis, Parameters, find_basis
+from fastkron_py.kan.bases.registry import Basis, Parameters
 from fastkron_py.runtime.eager import constants
 from fastkron_py.runtime.optional_triton import tl, triton
-
-_SAMPLES = 4097  # where the second derivative is looked at
 
 
 @triton.jit
@@ -83,22 +81,3 @@ def table_derivatives(t: Tensor, table: Tensor) -> Iterator[Tensor]:
     left, distance = _lines(t, table)
     for row in table:
         yield (row[left + 1] - row[left]) * ((table.shape[1] - 1) / 2) + 0 * distance
-
-
-def table_error_bound(basis: str, degree: int, size: int, parameters: Parameters = ()) -> float:
-    """The largest error of any B_d, d <= degree, from a table of this size: h^2 / 8 * max |B_d''|, h = 2 / (size - 1).
-
-    The second derivative is taken at points that include both ends, where those of the classical polynomials are largest.
-
-    Raises:
-        TypeError: basis is not a string.
-        ValueError: an unknown basis.
-    """
-    found = find_basis(basis)
-    t = torch.linspace(-1, 1, _SAMPLES, dtype=torch.float64).requires_grad_()
-    largest = 0.0
-    for derivative in found.derivatives(t, degree + 1, parameters or tuple(found.parameters.values())):
-        if derivative.requires_grad:
-            (second,) = torch.autograd.grad(derivative.sum(), t, retain_graph=True)
-            largest = max(largest, float(second.abs().max()))
-    return (2 / (size - 1)) ** 2 / 8 * largest

@@ -1,8 +1,6 @@
-"""A basis as kernels' functions hand it on, in Triton and in Gluon: one constant, BASIS, and what is done with it.
+"""A basis as kernels take it, in Triton and in Gluon: one constant, BASIS, and what is done with it.
 
-BASIS is (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM): number of functions, first degree in the product, the basis's parameters, its
-prologue or its derivatives', and the normaliser. To Triton up to 3.7 an element of a constant that a kernel has put together is a number,
-which is handed on as a constant only by a name.
+BASIS is a `DeviceBasis`. To Triton up to 3.7 an element of it is a number, which is handed on as a constant only by a name.
 """
 
 import triton

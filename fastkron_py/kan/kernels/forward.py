@@ -2,7 +2,7 @@
 
     y[m, o] = sum over d, j of B_d(norm x[m, j]) C[d, o, j]
 
-START, STEP and VALUE are a basis's prologue, NORM a normaliser's function. The reduction may be split over programs; their
+The reduction may be split over programs; their
 sums are partial results that a second launch adds in a fixed order.
 """
 
@@ -45,14 +45,8 @@ def _poly_kan_fwd_kernel(
     num_out,
     stride_xm,
     blocks_per_split,
-    TERMS: tl.constexpr,
-    FIRST: tl.constexpr,  # the first degree in the sum
+    BASIS: tl.constexpr,
     DEGREES: tl.constexpr,  # of one program's sum, which divides their number
-    PARAMS: tl.constexpr,
-    START: tl.constexpr,
-    STEP: tl.constexpr,
-    VALUE: tl.constexpr,
-    NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -70,7 +64,9 @@ def _poly_kan_fwd_kernel(
     num_in = known(num_in, ALIGN_IN)
     num_out = known(num_out, ALIGN_OUT)
     stride_xm = known(stride_xm, ALIGN_IN)
-    BASIS: tl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
+    TERMS: tl.constexpr = BASIS[0]
+    FIRST: tl.constexpr = BASIS[1]
+    PARAMS: tl.constexpr = BASIS[2]
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(num_out, BLOCK_N)
     split = tl.program_id(0) // (tiles_m * tiles_n)
@@ -90,7 +86,7 @@ def _poly_kan_fwd_kernel(
         # Of the first split alone.
         bias = tl.load(bias_ptr + n, mask=n + split * num_out < num_out, other=0.0)
         acc += bias.to(ACC)[None, :]
-    state = START(tl.zeros((BLOCK_M, BLOCK_K), ACC), TERMS, PARAMS)
+    state = BASIS[3](tl.zeros((BLOCK_M, BLOCK_K), ACC), TERMS, PARAMS)
     ahead = _load_columns(x_rows, m < rows, first_block * BLOCK_K, num_in, BLOCK_K)
     none = split * 0  # the interpreter counts in Python's integers, which have no types
     for i in range(0, blocks * DEGREES):

@@ -3,9 +3,8 @@
     dx[m, j]     = norm'(x[m, j]) sum over d of B_d'(norm x[m, j]) (sum over o of dy[m, o] C[d, o, j])
     dC[d, o, j]  = sum over m of dy[m, o] B_d(norm x[m, j])
 
-Large layers launch it for each of them, small ones once for both. START, STEP and VALUE are a basis's prologue or its derivatives'
-(`Basis`), NORM and SLOPE a normaliser's functions. Reductions may be split over programs, whose sums go to partial results that a second
-launch adds in a fixed order.
+Large layers launch it for each of them, small ones once for both. Reductions may be split over programs, whose sums go to partial results
+that a second launch adds in a fixed order.
 """
 
 import triton
@@ -18,19 +17,11 @@ from fastkron_py.tiling.products import appended, known, product, tile_of
 
 
 @triton.jit
-def _add_degrees(
-    acc,
-    state,
-    d,
-    parts,  # [BLOCK_M, COUNT * BLOCK_N], of COUNT neighbouring degrees
-    table_ptr,
-    COUNT: tl.constexpr,
-    LIVE: tl.constexpr,  # parts beyond this number are skipped
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BASIS: tl.constexpr,
-):
-    """(acc plus each degree's part times its derivative, the state after them). Halved until one is left: no data leaves its thread."""
+def _add_degrees(acc, state, d, parts, table_ptr, COUNT: tl.constexpr, LIVE: tl.constexpr, BASIS: tl.constexpr):
+    """(acc plus each degree's part times its derivative, the state after them), of COUNT neighbouring degrees.
+
+    Parts ``[BLOCK_M, COUNT * BLOCK_N]`` are halved until one is left, and left out from LIVE on: no data leaves its thread.
+    """
     if LIVE <= 0:
         return acc, state
     elif COUNT == 1:
@@ -39,10 +30,9 @@ def _add_degrees(
         return acc, next_degree(state, d, BASIS)
     else:
         HALF: tl.constexpr = COUNT // 2
-        halves = tl.permute(tl.reshape(parts, (BLOCK_M, 2, HALF * BLOCK_N)), (0, 2, 1))
-        first, second = tl.split(halves)
-        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, LIVE, BLOCK_M, BLOCK_N, BASIS)
-        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, LIVE - HALF, BLOCK_M, BLOCK_N, BASIS)
+        first, second = tl.split(tl.permute(tl.reshape(parts, (parts.shape[0], 2, parts.shape[1] // 2)), (0, 2, 1)))
+        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, LIVE, BASIS)
+        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, LIVE - HALF, BASIS)
 
 
 @triton.jit
@@ -53,7 +43,6 @@ def _dx_tile(
     strides,  # of dy's rows, x's rows, C's outputs and inputs
     blocks_per_split,
     BASIS: tl.constexpr,
-    SLOPE: tl.constexpr,
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
     FLAT: tl.constexpr,
@@ -123,13 +112,13 @@ def _dx_tile(
                 low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
             parts = product(g.to(COMPUTE), b.to(COMPUTE), low, parts, PRECISION, False)
             if FLAT and step == steps - 1:
-                acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BLOCK_M, BLOCK_N, BASIS)
+                acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BASIS)
                 parts = tl.zeros((BLOCK_M, WIDTH), ACC)
         if not FLAT:
             d = none + FIRST + group * DEGREES
-            acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BLOCK_M, BLOCK_N, BASIS)
+            acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BASIS)
             parts = tl.zeros((BLOCK_M, WIDTH), ACC)
-    acc *= SLOPE(tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC))
+    acc *= BASIS[7](tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC))
     out = dx_ptr + (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * num_in + n[None, :]
     tl.store(out, acc.to(dx_ptr.dtype.element_ty), mask=mask_m & mask_n)
 
@@ -233,21 +222,11 @@ def _poly_kan_gradients_kernel(
     blocks_c,
     HAS_X: tl.constexpr,  # there are some
     HAS_C: tl.constexpr,
-    TERMS: tl.constexpr,
-    PARAMS: tl.constexpr,
-    NORM: tl.constexpr,
-    SLOPE: tl.constexpr,
-    FIRST_X: tl.constexpr,  # the first degree in dx's sum
-    START_X: tl.constexpr,  # of the derivatives
-    STEP_X: tl.constexpr,
-    VALUE_X: tl.constexpr,
+    BASIS_X: tl.constexpr,  # of the derivatives, with the first degree in dx's sum
     TILE_X: tl.constexpr,  # rows, inputs, outputs; degrees of one product: 1, 2, 4 or 8
     EVEN_X: tl.constexpr,  # they divide sizes: across the product, and along it
     FLAT_X: tl.constexpr,  # one loop goes over degrees and outputs
-    FIRST_C: tl.constexpr,  # the first degree of dC that is made
-    START_C: tl.constexpr,
-    STEP_C: tl.constexpr,
-    VALUE_C: tl.constexpr,
+    BASIS_C: tl.constexpr,  # with the first degree of dC that is made
     TILE_C: tl.constexpr,  # inputs, outputs, rows; degrees of one program: 1, 2 or 4
     EVEN_C: tl.constexpr,
     GROUP: tl.constexpr,
@@ -267,8 +246,6 @@ def _poly_kan_gradients_kernel(
     stride_co = known(stride_co, ALIGN_CO)
     program = tl.program_id(0)
     sizes = (rows, num_in, num_out)
-    BASIS_X: tl.constexpr = (TERMS, FIRST_X, PARAMS, START_X, STEP_X, VALUE_X, NORM)
-    BASIS_C: tl.constexpr = (TERMS, FIRST_C, PARAMS, START_C, STEP_C, VALUE_C, NORM)
     if HAS_X and program < programs_x:
         _dx_tile(
             program,
@@ -277,7 +254,6 @@ def _poly_kan_gradients_kernel(
             (stride_gm, stride_xm, stride_co, stride_ci),
             blocks_x,
             BASIS_X,
-            SLOPE,
             TILE_X,
             EVEN_X,
             FLAT_X,
@@ -337,5 +313,5 @@ def epilogue_input_gradient(
     state = skip_first(begin_basis(x, BASIS), none, BASIS)
     dx = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     LIVE: tl.constexpr = PARAMS[0] - PARAMS[1]
-    dx, _ = _add_degrees(dx, state, none + PARAMS[1], first, tensors[0], DEGREES, LIVE, BLOCK_M, BLOCK_N, BASIS)
+    dx, _ = _add_degrees(dx, state, none + PARAMS[1], first, tensors[0], DEGREES, LIVE, BASIS)
     store_tile(targets[0], dx * SLOPE(x), row, column, rows, columns, strides[0])

@@ -71,23 +71,13 @@ def _start(period, phase, phases, rows_per_period, per_run, BLOCK: tl.constexpr,
 
 
 @triton.jit
-def _begin(
-    per_run,
-    phases,
-    periods,
-    last_phases,
-    iterations,
-    short,
-    long_chunks,
-    rows_per_period,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MODE: tl.constexpr,
-):
+def _begin(walk, GROUPS: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     """(first, row, column, step, count): as in `_start`, and a program's tiles, each step vectors after the last.
 
-    The host divides: a division of 64-bit numbers takes as many instructions as a tile of a forward pass.
+    walk is (per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period). The host divides: a division of 64-bit
+    numbers takes as many instructions as a tile of a forward pass.
     """
+    per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period = walk
     program = tl.program_id(0)
     phase = (program // GROUPS % phases.to(tl.int32)).to(tl.int64)
     chunk = (program // GROUPS // phases.to(tl.int32)).to(tl.int64)
@@ -182,9 +172,8 @@ def _rational_fwd_kernel(
     group = (tl.program_id(0) % GROUPS).to(tl.int64)
     a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, unchanged, A_COUNT, DTYPE)
     b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE)
-    first, row, column_x, step, count = _begin(
-        per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period, GROUPS, BLOCK, MODE
-    )
+    walk = (per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period)
+    first, row, column_x, step, count = _begin(walk, GROUPS, BLOCK, MODE)
     column_y = column_x
     offset_x = row * stride_x + (group * per_run + column_x) * VECTOR
     offset_y = row * stride_y + (group * per_run + column_y) * VECTOR
@@ -245,9 +234,8 @@ def _rational_bwd_kernel(
     group = (tl.program_id(0) % GROUPS).to(tl.int64)
     a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, unchanged, A_COUNT, DTYPE)
     b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE)
-    first, row, column, step, count = _begin(
-        per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period, GROUPS, BLOCK, MODE
-    )
+    walk = (per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period)
+    first, row, column, step, count = _begin(walk, GROUPS, BLOCK, MODE)
     column_dy = column
     column_dx = column
     offset = row * stride_x + (group * per_run + column) * VECTOR
@@ -264,7 +252,7 @@ def _rational_bwd_kernel(
         if NEED_X:
             _store(dx_ptr, tile if SAME_STRIDES else _elements(offset_dx, VECTOR), dx, valid, MASKED)
         if NEED_COEFFICIENTS:
-            sum_a, sum_b = _add_coefficients(sum_a, sum_b, x, u, even, odd, A_COUNT, B_COUNT, B_FIRST, True)
+            sum_a, sum_b = _add_coefficients((sum_a, sum_b), x, (u, even, odd), A_COUNT, B_COUNT, B_FIRST, True)
         offset, column = _advance(offset, column, step, rows_per_period, per_run, stride_x, BLOCK, VECTOR, MODE)
         if not SAME_STRIDES:
             offset_dy, column_dy = _advance(offset_dy, column_dy, step, rows_per_period, per_run, stride_dy, BLOCK, VECTOR, MODE)

@@ -62,19 +62,13 @@ def _rational_slopes(a, b, x, dy, DENOMINATOR, A_COUNT: tl.constexpr, B_COUNT: t
 
 
 @triton.jit
-def _add_coefficients(
-    sum_a,
-    sum_b,
-    x,
-    u,
-    even,
-    odd,
-    A_COUNT: tl.constexpr,
-    B_COUNT: tl.constexpr,
-    B_FIRST: tl.constexpr,
-    ALONG: tl.constexpr,  # terms are summed along their last dimension first
-):
-    """(sum_a, sum_b) with one more term each: the coefficients' gradients, from the results of `_rational_slopes`."""
+def _add_coefficients(sums, x, slopes, A_COUNT: tl.constexpr, B_COUNT: tl.constexpr, B_FIRST: tl.constexpr, ALONG: tl.constexpr):
+    """(sum_a, sum_b) with one more term each: the coefficients' gradients, from (u, even, odd) of `_rational_slopes`.
+
+    ALONG: terms are summed along their last dimension first.
+    """
+    sum_a, sum_b = sums
+    u, even, odd = slopes
     POWERS: tl.constexpr = A_COUNT if A_COUNT > B_FIRST + B_COUNT else B_FIRST + B_COUNT
     next_a = ()
     next_b = ()

@@ -142,7 +142,7 @@ def _layer_norm_rational_bwd_kernel(
             h = tl.where(mask, h, 0.0)  # where S is zero: a pole in rows that are not there would make NaN of their zeros
         dh, u, even, odd = _rational_slopes(a, b, h, dy, DENOMINATOR, A_COUNT, B_COUNT, APPROXIMATE)
         sum_norm = (sum_norm[0] + dh * normal, sum_norm[1] + dh)
-        sum_a, sum_b = _add_coefficients(sum_a, sum_b, h, u, even, odd, A_COUNT, B_COUNT, B_FIRST, False)
+        sum_a, sum_b = _add_coefficients((sum_a, sum_b), h, (u, even, odd), A_COUNT, B_COUNT, B_FIRST, False)
         scaled = dh * weight
         along = tl.sum(scaled * normal, 1) / CHANNELS
         level = tl.sum(scaled, 1) / CHANNELS

@@ -34,29 +34,20 @@ def upright_layout(width):
 
 
 @gluon.jit
-def _stacked(
-    state,
-    d,
-    table_ptr,
-    COUNT: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BASIS: gl.constexpr,
-    ALONG: gl.constexpr,
-):
+def _stacked(state, d, table_ptr, COUNT: gl.constexpr, BASIS: gl.constexpr, ALONG: gl.constexpr):
     """(values of COUNT degrees from d on, one below the other, or, unless rows run along the reduction, side by side; the state after)."""
     if COUNT == 1:
         # Beyond the last degree a table has nothing to read, and the last stands in.
         return basis_value(state, gl.minimum(d, BASIS[TERMS_AT] - 1), table_ptr, BASIS), next_degree(state, d, BASIS)
     else:
         HALF: gl.constexpr = COUNT // 2
-        some, state = _stacked(state, d, table_ptr, HALF, BLOCK_N, BLOCK_K, BASIS, ALONG)
-        others, state = _stacked(state, d + HALF, table_ptr, HALF, BLOCK_N, BLOCK_K, BASIS, ALONG)
+        some, state = _stacked(state, d, table_ptr, HALF, BASIS, ALONG)
+        others, state = _stacked(state, d + HALF, table_ptr, HALF, BASIS, ALONG)
         both = gl.join(some, others)
         if ALONG:
-            return gl.reshape(gl.permute(both, (2, 0, 1)), [COUNT * BLOCK_N, BLOCK_K]), state
+            return gl.reshape(gl.permute(both, (2, 0, 1)), [2 * some.shape[0], some.shape[1]]), state
         else:
-            return gl.reshape(gl.permute(both, (0, 2, 1)), [BLOCK_K, COUNT * BLOCK_N]), state
+            return gl.reshape(gl.permute(both, (0, 2, 1)), [some.shape[0], 2 * some.shape[1]]), state
 
 
 @gluon.jit
@@ -81,19 +72,9 @@ def _place_of(tile, sizes, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _make(
-    dy_desc,
-    low_desc,
-    x_ptr,
-    table_ptr,
-    ring,
-    sizes,
-    stride_xm,
-    BASIS: gl.constexpr,
-    TILE: gl.constexpr,
-    PLAN: gl.constexpr,
-):
+def _make(operands, ring, sizes, stride_xm, BASIS: gl.constexpr, TILE: gl.constexpr, PLAN: gl.constexpr):
     """One warpgroup: values of the basis and copies of dy, step by step, which are blocks of rows."""
+    dy_desc, low_desc, x_ptr, table_ptr = operands
     STAGES: gl.constexpr = PLAN[0]
     PRECISION: gl.constexpr = PLAN[2]
     ALIGN_IN: gl.constexpr = PLAN[3]
@@ -133,7 +114,7 @@ def _make(
                 mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
                 for k in gl.static_range(0, DEGREES, COUNT):
                     d = start * 0 + group * DEGREES + BASIS[FIRST_AT] + k
-                    values, state = _stacked(state, d, table_ptr, COUNT, BLOCK_N, BLOCK_K, BASIS, ALONG)
+                    values, state = _stacked(state, d, table_ptr, COUNT, BASIS, ALONG)
                     made = right.index(s).slice(k * BLOCK_N, COUNT * BLOCK_N, 0 if ALONG else 1)
                     made_low = right_low.index(s).slice(k * BLOCK_N, COUNT * BLOCK_N, 0 if ALONG else 1)
                     store_made(made, made_low, values, PRECISION)
@@ -145,19 +126,10 @@ def _make(
 
 
 @gluon.jit
-def _multiply(
-    out_ptr,
-    ring,
-    sizes,
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
-    TILE: gl.constexpr,
-    PLAN: gl.constexpr,
-    HALF: gl.constexpr,
-):
+def _multiply(out_ptr, ring, sizes, BASIS: gl.constexpr, TILE: gl.constexpr, PLAN: gl.constexpr, HALF: gl.constexpr):
     """One warpgroup, with one half of each tile's o: products of the ring's tiles."""
     WIDTH: gl.constexpr = TILE[0] * TILE[3]
-    OPTIONS: gl.constexpr = (TERMS, TILE[0])
+    OPTIONS: gl.constexpr = (BASIS[TERMS_AT], TILE[0])
     step = gl.program_id(0) * 0
     for part in range(gl.program_id(0), sizes[4], gl.num_programs(0)):
         begin, end, first_tile, after, first_segment = _share(part, sizes, TILE)
@@ -166,7 +138,7 @@ def _multiply(
             start, stop = units_of(tile, begin, end, sizes[3])
             segment = first_segment * (tile == first_tile).to(gl.int64)
             sums, step = sum_steps(ring, step, stop - start, WIDTH, PLAN[0], PLAN[1], PLAN[2], PLAN[4], HALF)
-            first_d = FIRST + group * TILE[3]
+            first_d = BASIS[FIRST_AT] + group * TILE[3]
             place = (out_ptr, segment, first_d, first_o + HALF * ROWS, first_j, known(sizes[1], PLAN[3]), sizes[2])
             store_sums(sums, 0, place, _store_gradients, OPTIONS, WIDTH, ring[0].dtype)
 
@@ -200,13 +172,7 @@ def _poly_kan_pipelined_dcoef_kernel(
     stride_xm,
     blocks,  # of rows
     parts,
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
-    PARAMS: gl.constexpr,
-    START: gl.constexpr,
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
-    NORM: gl.constexpr,
+    BASIS: gl.constexpr,
     DEGREES: gl.constexpr,  # of one tile, side by side
     BLOCK_N: gl.constexpr,  # of j
     BLOCK_K: gl.constexpr,  # of rows
@@ -222,17 +188,16 @@ def _poly_kan_pipelined_dcoef_kernel(
     """
     DTYPE: gl.constexpr = dy_desc.dtype
     ALONG: gl.constexpr = DTYPE.primitive_bitwidth == 32  # TF32 operands have to run along the reduction
-    GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
+    GROUPS: gl.constexpr = (BASIS[TERMS_AT] - BASIS[FIRST_AT] + DEGREES - 1) // DEGREES
     TILE: gl.constexpr = (BLOCK_N, BLOCK_K, GROUPS, DEGREES)
-    BASIS: gl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
     ring = allocate_ring(DTYPE, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, ALONG, 1)
     sizes = (rows, num_in, num_out, blocks, parts)
     PLAN: gl.constexpr = (STAGES, FLUSH, PRECISION, ALIGN_IN, ALONG)
     gl.warp_specialize(
         [
-            (_multiply, (out_ptr, ring, sizes, TERMS, FIRST, TILE, PLAN, 0)),
-            (_multiply, (out_ptr, ring, sizes, TERMS, FIRST, TILE, PLAN, 1)),
-            (_make, (dy_desc, low_desc, x_ptr, table_ptr, ring, sizes, stride_xm, BASIS, TILE, PLAN)),
+            (_multiply, (out_ptr, ring, sizes, BASIS, TILE, PLAN, 0)),
+            (_multiply, (out_ptr, ring, sizes, BASIS, TILE, PLAN, 1)),
+            (_make, ((dy_desc, low_desc, x_ptr, table_ptr), ring, sizes, stride_xm, BASIS, TILE, PLAN)),
         ],
         [4, 4],
         REGISTERS,

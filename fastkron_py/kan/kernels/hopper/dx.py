@@ -16,28 +16,20 @@ _STATES = gl.constexpr(32)  # columns whose states are in registers together
 
 
 @gluon.jit
-def _add_degrees(
-    acc,
-    state,
-    d,
-    parts,  # [BLOCK_M, COUNT * BLOCK_N], of COUNT neighbouring degrees
-    table_ptr,
-    COUNT: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BASIS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """(acc plus each degree's part times its derivative, the state after them). Halved until one is left: no data leaves its thread."""
+def _add_degrees(acc, state, d, parts, table_ptr, COUNT: gl.constexpr, BASIS: gl.constexpr, LAYOUT: gl.constexpr):
+    """(acc plus each degree's part times its derivative, the state after them), of COUNT neighbouring degrees ``[ROWS, COUNT * width]``.
+
+    Halved until one is left: no data leaves its thread.
+    """
     if COUNT == 1:
         part = gl.convert_layout(parts, LAYOUT, assert_trivial=True)
         acc += basis_value(state, gl.minimum(d, BASIS[TERMS_AT] - 1), table_ptr, BASIS) * part
         return acc, next_degree(state, d, BASIS)
     else:
         HALF: gl.constexpr = COUNT // 2
-        first, second = gl.split(gl.permute(gl.reshape(parts, [BLOCK_M, 2, HALF * BLOCK_N]), (0, 2, 1)))
-        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, BLOCK_M, BLOCK_N, BASIS, LAYOUT)
-        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, BLOCK_M, BLOCK_N, BASIS, LAYOUT)
+        first, second = gl.split(gl.permute(gl.reshape(parts, [ROWS, 2, parts.shape[1] // 2]), (0, 2, 1)))
+        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, BASIS, LAYOUT)
+        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, BASIS, LAYOUT)
 
 
 @gluon.jit
@@ -49,16 +41,7 @@ def _halves(parts, COUNT: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _add_group(
-    dx,
-    sums,
-    x,
-    group,
-    table_ptr,
-    BLOCK_N: gl.constexpr,
-    DEGREES: gl.constexpr,
-    BASIS: gl.constexpr,
-):
+def _add_group(dx, sums, x, group, table_ptr, BLOCK_N: gl.constexpr, DEGREES: gl.constexpr, BASIS: gl.constexpr):
     """Dx plus a group's sums, times the derivatives; of a few columns at a time, for whose state there are registers.
 
     The state is made anew for each group, and takes none while products are summed up.
@@ -78,7 +61,7 @@ def _add_group(
         state = begin_basis(gl.convert_layout(x, LAYOUT, assert_trivial=True), BASIS)
         state = skip_groups(skip_first(state, group * 0, BASIS), group, DEGREES, BASIS)
         d = BASIS[FIRST_AT] + group * DEGREES
-        dx, state = _add_degrees(dx, state, d, sums, table_ptr, DEGREES, ROWS, BLOCK_N, BASIS, LAYOUT)
+        dx, state = _add_degrees(dx, state, d, sums, table_ptr, DEGREES, BASIS, LAYOUT)
         return dx
 
 
@@ -97,17 +80,9 @@ def _place_of(tile, sizes, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _bring(
-    dy_desc,
-    low_dy_desc,
-    coef_desc,
-    low_desc,
-    ring,
-    sizes,
-    TILE: gl.constexpr,
-    PLAN: gl.constexpr,
-):
+def _bring(operands, ring, sizes, TILE: gl.constexpr, PLAN: gl.constexpr):
     """One warpgroup: copies of dy and of a few degrees' coefficients, step by step."""
+    dy_desc, low_dy_desc, coef_desc, low_desc = operands
     STAGES: gl.constexpr = PLAN[0]
     PRECISION: gl.constexpr = PLAN[2]
     BLOCK_N: gl.constexpr = TILE[0]
@@ -137,20 +112,9 @@ def _bring(
 
 
 @gluon.jit
-def _multiply(
-    x_ptr,
-    table_ptr,
-    dx_ptr,
-    ring,
-    sizes,
-    stride_xm,
-    BASIS: gl.constexpr,
-    SLOPE: gl.constexpr,
-    TILE: gl.constexpr,
-    PLAN: gl.constexpr,
-    HALF: gl.constexpr,
-):
+def _multiply(tensors, ring, sizes, stride_xm, BASIS: gl.constexpr, TILE: gl.constexpr, PLAN: gl.constexpr, HALF: gl.constexpr):
     """One warpgroup, with one half of each tile's rows: products of the ring's tiles, times the derivatives."""
+    x_ptr, table_ptr, dx_ptr = tensors
     ALIGN_IN: gl.constexpr = PLAN[3]
     BLOCK_N: gl.constexpr = TILE[0]
     DEGREES: gl.constexpr = TILE[3]
@@ -175,7 +139,7 @@ def _multiply(
                 count = gl.minimum(stop, (group + 1) * blocks) - gl.maximum(start, group * blocks)
                 sums, step = sum_steps(ring, step, count, WIDTH, PLAN[0], PLAN[1], PLAN[2], True, HALF)
                 dx = _add_group(dx, sums, x, group, table_ptr, BLOCK_N, DEGREES, BASIS)
-            dx *= SLOPE(x)
+            dx *= BASIS[7](x)
             segment = first_segment * (tile == first_tile).to(gl.int64)
             out = dx_ptr + ((segment * rows + m)[:, None] * num_in + j[None, :])
             gl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -195,14 +159,7 @@ def _poly_kan_pipelined_dx_kernel(
     num_out,
     stride_xm,
     parts,
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
-    PARAMS: gl.constexpr,
-    START: gl.constexpr,  # of the derivatives
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
-    NORM: gl.constexpr,
-    SLOPE: gl.constexpr,
+    BASIS: gl.constexpr,  # of the derivatives
     DEGREES: gl.constexpr,  # of one product
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -217,17 +174,16 @@ def _poly_kan_pipelined_dx_kernel(
 
     All tiles' steps are shared out evenly to parts, as in `_poly_kan_pipelined_dcoef_kernel`.
     """
-    GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
+    GROUPS: gl.constexpr = (BASIS[TERMS_AT] - BASIS[FIRST_AT] + DEGREES - 1) // DEGREES
     TILE: gl.constexpr = (BLOCK_N, BLOCK_K, GROUPS, DEGREES, GROUP)
-    BASIS: gl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
     ring = allocate_ring(coef_desc.dtype, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 1)
     sizes = (rows, num_in, num_out, parts)
     PLAN: gl.constexpr = (STAGES, FLUSH, PRECISION, ALIGN_IN)
     gl.warp_specialize(
         [
-            (_multiply, (x_ptr, table_ptr, dx_ptr, ring, sizes, stride_xm, BASIS, SLOPE, TILE, PLAN, 0)),
-            (_multiply, (x_ptr, table_ptr, dx_ptr, ring, sizes, stride_xm, BASIS, SLOPE, TILE, PLAN, 1)),
-            (_bring, (dy_desc, low_dy_desc, coef_desc, low_desc, ring, sizes, TILE, PLAN)),
+            (_multiply, ((x_ptr, table_ptr, dx_ptr), ring, sizes, stride_xm, BASIS, TILE, PLAN, 0)),
+            (_multiply, ((x_ptr, table_ptr, dx_ptr), ring, sizes, stride_xm, BASIS, TILE, PLAN, 1)),
+            (_bring, ((dy_desc, low_dy_desc, coef_desc, low_desc), ring, sizes, TILE, PLAN)),
         ],
         [4, 4],
         REGISTERS,

@@ -37,19 +37,9 @@ def _part_of(item, sizes, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _make(
-    x_ptr,
-    coef_desc,
-    low_desc,
-    table_ptr,
-    ring,
-    sizes,
-    stride_xm,
-    BASIS: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    PLAN: gl.constexpr,
-):
+def _make(operands, ring, sizes, stride_xm, BASIS: gl.constexpr, BLOCKS: gl.constexpr, PLAN: gl.constexpr):
     """One warpgroup: values of the basis and copies of coefficients, step by step."""
+    x_ptr, coef_desc, low_desc, table_ptr = operands
     STAGES: gl.constexpr = PLAN[0]
     PRECISION: gl.constexpr = PLAN[2]
     ALIGN_IN: gl.constexpr = PLAN[3]
@@ -92,20 +82,11 @@ def _make(
 
 
 @gluon.jit
-def _multiply(
-    bias_ptr,
-    y_ptr,
-    ring,
-    sizes,
-    NUM: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    PLAN: gl.constexpr,
-    HALF: gl.constexpr,
-):
+def _multiply(bias_ptr, y_ptr, ring, sizes, NUM: gl.constexpr, BLOCKS: gl.constexpr, PLAN: gl.constexpr, HALF: gl.constexpr):
     """One warpgroup, with one half of each tile's rows: products of the ring's tiles."""
     rows, _num_in, num_out, _blocks_per_split, items = sizes
     BLOCK_N: gl.constexpr = BLOCKS[1]
+    HAS_BIAS: gl.constexpr = PLAN[5]
     step = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, column, split, _, blocks = _part_of(item, sizes, BLOCKS)
@@ -144,13 +125,7 @@ def _poly_kan_pipelined_fwd_kernel(
     stride_xm,
     blocks_per_split,
     items,  # tiles of all splits
-    TERMS: gl.constexpr,
-    FIRST: gl.constexpr,
-    PARAMS: gl.constexpr,
-    START: gl.constexpr,
-    STEP: gl.constexpr,
-    VALUE: gl.constexpr,
-    NORM: gl.constexpr,
+    BASIS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -164,17 +139,16 @@ def _poly_kan_pipelined_fwd_kernel(
     ALIGN_OUT: gl.constexpr,
 ):
     """Tiles of splits' sums, as `_poly_kan_fwd_kernel`; the basis is the left operand."""
-    NUM: gl.constexpr = TERMS - FIRST
-    BASIS: gl.constexpr = (TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
+    NUM: gl.constexpr = BASIS[TERMS_AT] - BASIS[FIRST_AT]
     ring = allocate_ring(coef_desc.dtype, BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 1)
     sizes = (rows, num_in, num_out, blocks_per_split, items)
     BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
-    PLAN: gl.constexpr = (STAGES, FLUSH, PRECISION, ALIGN_IN, ALIGN_OUT)
+    PLAN: gl.constexpr = (STAGES, FLUSH, PRECISION, ALIGN_IN, ALIGN_OUT, HAS_BIAS)
     gl.warp_specialize(
         [
-            (_multiply, (bias_ptr, y_ptr, ring, sizes, NUM, HAS_BIAS, BLOCKS, PLAN, 0)),
-            (_multiply, (bias_ptr, y_ptr, ring, sizes, NUM, HAS_BIAS, BLOCKS, PLAN, 1)),
-            (_make, (x_ptr, coef_desc, low_desc, table_ptr, ring, sizes, stride_xm, BASIS, BLOCKS, PLAN)),
+            (_multiply, (bias_ptr, y_ptr, ring, sizes, NUM, BLOCKS, PLAN, 0)),
+            (_multiply, (bias_ptr, y_ptr, ring, sizes, NUM, BLOCKS, PLAN, 1)),
+            (_make, ((x_ptr, coef_desc, low_desc, table_ptr), ring, sizes, stride_xm, BASIS, BLOCKS, PLAN)),
         ],
         [4, 4],
         REGISTERS,
