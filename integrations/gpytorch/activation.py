@@ -12,6 +12,7 @@ import contextvars
 import functools
 import importlib.util
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -68,6 +69,7 @@ def _construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     """A constructor after which a Kronecker product is one of ours, where the integration is on."""
     original(self, *args, **kwargs)
     if is_active():
+        _hooks.follow()
         adopt(self)
 
 
@@ -117,15 +119,27 @@ def _places() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
         return places
     from gpytorch.distributions import MultivariateNormal
     from gpytorch.kernels import GridKernel
+    from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy, InterpolatedPredictionStrategy
 
-    from fastkron_py.integrations.gpytorch import added_diagonal
+    from fastkron_py.integrations.gpytorch import added_diagonal, missing
 
     return (
         *places,
         (GridKernel, "forward", _evaluate),
         (MultivariateNormal, "log_prob", added_diagonal.log_prob),
         (LinearOperator, "solve", added_diagonal.solve),
+        *[(c, "exact_predictive_covar", missing.predicted_covariance) for c in (DefaultPredictionStrategy, InterpolatedPredictionStrategy)],
     )
+
+
+def _of_botorch() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
+    """BoTorch's place once somebody has imported it, which takes seconds."""
+    module = sys.modules.get("botorch.posteriors.multitask")
+    if module is None or not hasattr(module, "MultitaskGPPosterior"):
+        return ()
+    from fastkron_py.integrations.gpytorch import missing
+
+    return ((module.MultitaskGPPosterior, "__init__", missing.multitask_posterior),)
 
 
 class _Hooks:
@@ -141,11 +155,22 @@ class _Hooks:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                for owner, name, ours in places:
-                    original = vars(owner)[name]
-                    hook = _hooked(original, ours)
-                    setattr(owner, name, hook)
-                    self._placed.append((owner, name, original, hook))
+                self._place(places)
+        self.follow()
+
+    def follow(self) -> None:
+        """Put those of BoTorch in place too, which may have been imported since."""
+        places = _of_botorch()
+        with self._lock:
+            if self._users and not {p[:2] for p in places} <= {p[:2] for p in self._placed}:
+                self._place(places)
+
+    def _place(self, places: tuple[tuple[type, str, Callable[..., Any]], ...]) -> None:
+        for owner, name, ours in places:
+            original = vars(owner)[name]
+            hook = _hooked(original, ours)
+            setattr(owner, name, hook)
+            self._placed.append((owner, name, original, hook))
 
     def release(self) -> None:
         with self._lock:
