@@ -240,6 +240,14 @@ FUNCTIONS: list[Function] = [
         rows=False,
     ),
     Function(
+        "mode_matmul(x, {1: a batch, 2: f2})",
+        lambda draw: [draw(3, 5, 4), draw(3, 5, 2), draw(4, 6)],
+        lambda x, a, b: fastkron_py.mode_matmul(x, {1: a, 2: b}),
+        lambda x, a, b: torch.einsum("abc,abB,cC->aBC", x, a, b),
+        (*HALF, *REAL, *COMPLEX),
+        rows=False,
+    ),
+    Function(
         "hadamard(x, scale=)",
         lambda draw: [draw(6, 16)],
         lambda x: fastkron_py.hadamard(x, scale=0.25),

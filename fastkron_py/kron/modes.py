@@ -51,7 +51,8 @@ def mode_matmul(
         x: ``[*]``, of any number of dimensions. A torch tensor, or a NumPy or CuPy array, of a dtype of `kron_matmul`.
         factors: matrices ``[P, Q]`` by dimension; negative dimensions count from the end. Of x's array type, dtype and device. A tuple
             of dimensions, neighbours or not, stands for one of the product of their sizes, the first one slowest. Dimensions that are
-            no neighbours in memory take a copy of x.
+            no neighbours in memory take a copy of x. ``[*batch, P, Q]`` has a matrix for each index of x's first dimensions, which then
+            have no factors; a batch dimension may be 1.
         sizes: of the result's dimensions for tuples, whose product is Q, by the same tuples; those of x where there are none.
         precision: of float32 products, as in `kron_matmul`.
 
@@ -60,8 +61,9 @@ def mode_matmul(
 
     Raises:
         TypeError: factors is no mapping, a dimension is no integer, or arrays of different types or dtypes.
-        ValueError: a dimension out of range or given twice, a factor that is no matrix or has another number of rows, a tuple's that
-            is not square and has no sizes of that product, devices that differ, or an unknown precision.
+        ValueError: a dimension out of range or given twice, a factor that is no matrix or has another number of rows, batch dimensions
+            that x does not begin with or that have factors, a tuple's factor that is not square and has no sizes of that product, devices
+            that differ, or an unknown precision.
 
     Example:
         >>> image = torch.randn(3, 64, 48)
@@ -105,15 +107,23 @@ def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | 
     if len(of) < len(keys):
         raise value_error("factors", "each dimension once", f"dimensions {keys} of an x with {x.ndim} dimensions")
     for named, dim, matrix in zip(keys, of, matrices, strict=True):
-        check_tensor(f"factors[{named}]", matrix, x, "x")
-        if matrix.ndim != _MATRIX or matrix.shape[0] != x.shape[dim]:
-            raise value_error(
-                f"factors[{named}]", f"a matrix with {x.shape[dim]} rows (`x.shape[{named}]`)", f"shape {tuple(matrix.shape)}"
-            )
-    order = _memory_order(x)
-    runs = _runs([[of[dim]] if dim in of else [] for dim in order], 0)
-    y = _multiply_runs(x.permute(order), runs, 0, precision, PLAIN).permute([order.index(dim) for dim in range(x.ndim)])
-    if key is not None and len(runs) == 1 and x.is_contiguous() and list(of) == sorted(of) and takes_fast_path((x, *matrices)):
+        _check_matrix(matrix, x, [dim], f"factors[{named}]", f" (`x.shape[{named}]`)")
+    batch = max([m.ndim for m in matrices]) - _MATRIX
+    if batch > min(of):
+        raise value_error("factors", f"dimensions from {batch} on, behind those of batches of matrices", f"dimensions {keys}")
+    for dim, m in of.items():
+        of[dim] = m if m.ndim == _MATRIX else m.unflatten(-3, (m.shape[-3], *[1] * (batch + _MATRIX - m.ndim)))
+    order = _memory_order(x, batch)
+    runs = _runs([[of[dim]] if dim in of else [] for dim in order[batch:]], batch)
+    y = _multiply_runs(x.permute(order), runs, batch, precision, PLAIN).permute([order.index(dim) for dim in range(x.ndim)])
+    if (
+        key is not None
+        and not batch
+        and len(runs) == 1
+        and x.is_contiguous()
+        and list(of) == sorted(of)
+        and takes_fast_path((x, *matrices))
+    ):
         _, (packed, _, shape), left = _contraction(x.shape, runs[0], 0)
         _keep(key, (x, *matrices), packed, shape, left, (1.0, 0.0, precision, requested_backend(), left))
     return y
@@ -136,19 +146,18 @@ def _multiply_tuples(x: Tensor, keys: list[Any], matrices: list[Any], sizes: Map
 def _multiply_tuple(x: Tensor, dims: list[int], matrix: Any, columns: Any, name: str, precision: str | None) -> Tensor:
     """The product with a matrix over several dimensions, which are brought together where the last of them in memory is."""
     given = [x.shape[d] for d in dims]
-    check_tensor(name, matrix, x, "x")
-    if matrix.ndim != _MATRIX or matrix.shape[0] != math.prod(given):
-        raise value_error(name, f"a matrix of {math.prod(given)} rows, the product of x's sizes {given}", f"shape {tuple(matrix.shape)}")
+    _check_matrix(matrix, x, dims, name, f", the product of x's sizes {given}")
     columns = given if columns is None else list(columns)
-    if len(columns) != len(dims) or math.prod(columns) != matrix.shape[1]:
-        raise value_error("sizes", f"{len(dims)} sizes, whose product is the {matrix.shape[1]} columns of {name}", columns)
-    order = _memory_order(x)
+    if len(columns) != len(dims) or math.prod(columns) != matrix.shape[-1]:
+        raise value_error("sizes", f"{len(dims)} sizes, whose product is the {matrix.shape[-1]} columns of {name}", columns)
+    batch = matrix.ndim - _MATRIX
+    order = _memory_order(x, batch)
     last = max(order.index(d) for d in dims)
     before, after = ([d for d in part if d not in dims] for part in (order[:last], order[last:]))
     moved = [*before, *dims, *after]
     around = [[x.shape[d] for d in part] for part in (before, after)]
-    flat = x.permute(moved).reshape(math.prod(around[0]), math.prod(given), math.prod(around[1]))
-    y = _multiply(flat, [1], [matrix], precision).reshape([*around[0], *columns, *around[1]])
+    flat = x.permute(moved).reshape(*around[0][:batch], math.prod(around[0][batch:]), math.prod(given), math.prod(around[1]))
+    y = _multiply(flat, [batch + 1], [matrix], precision).reshape([*around[0], *columns, *around[1]])
     found: Tensor = y.permute([moved.index(d) for d in range(x.ndim)])
     return found
 
@@ -189,14 +198,26 @@ def _dimension(key: Any, x: Tensor, keys: list[Any]) -> int:
     return dim % x.ndim
 
 
-def _memory_order(x: Tensor) -> list[int]:
-    """The dimensions from the slowest in memory to the fastest, where x without gaps has another order than its own."""
+def _check_matrix(matrix: Any, x: Tensor, dims: Sequence[int], name: str, what: str) -> None:
+    """Raise TypeError or ValueError unless a factor is a matrix, or a batch of them, for these dimensions of x."""
+    check_tensor(name, matrix, x, "x")
+    rows, shape = math.prod([x.shape[d] for d in dims]), tuple(matrix.shape)
+    if len(shape) < _MATRIX or shape[-2] != rows:
+        raise value_error(name, f"a matrix with {rows} rows{what}", f"shape {shape}")
+    batch = shape[:-2]
+    if len(batch) > min(dims) or any([n not in (1, m) for n, m in zip(batch, x.shape, strict=False)]):
+        first = tuple(x.shape[: min(dims)])
+        raise value_error(name, f"batch dimensions as x begins with, {first}, and none that have factors", f"shape {shape}")
+
+
+def _memory_order(x: Tensor, batch: int = 0) -> list[int]:
+    """The dimensions from the slowest in memory to the fastest, where x without gaps has another order and this number of first ones."""
     given = list(range(x.ndim))
     if torch.compiler.is_compiling() or x.is_contiguous():
         return given
     strides = tuple(x.stride())
     order = sorted(given, key=lambda dim: (-strides[dim], dim))
-    return order if x.permute(order).is_contiguous() else given
+    return order if order[:batch] == given[:batch] and x.permute(order).is_contiguous() else given
 
 
 # ---- identities ------------------------------------------------------------------------------------

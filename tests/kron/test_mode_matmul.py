@@ -166,7 +166,7 @@ def test_gates_on_random_pairs() -> None:
 
 
 OF_SEVERAL = {
-    "rows": ({(0, 2): torch.ones(6, 6)}, None, ValueError, r"factors\[\(0, 2\)\]: expected a matrix of 8 rows"),
+    "rows": ({(0, 2): torch.ones(6, 6)}, None, ValueError, r"factors\[\(0, 2\)\]: expected a matrix with 8 rows, the product of"),
     "columns": ({(0, 2): torch.ones(8, 6)}, None, ValueError, r"sizes: expected 2 sizes, whose product is the 6 columns .*; got \[2, 4\]"),
     "sizes": ({(0, 2): torch.ones(8, 6)}, {(0, 2): (2, 2)}, ValueError, r"sizes: expected 2 sizes"),
     "no such tuple": ({0: torch.ones(2, 2)}, {(0, 2): (2, 2)}, ValueError, "sizes: expected tuples of dimensions that factors has"),
@@ -180,3 +180,52 @@ def test_refusals_of_several() -> None:
     for factors, sizes, error, message in OF_SEVERAL.values():
         with pytest.raises(error, match=message):
             mode_matmul(X, factors, sizes=sizes)
+
+
+# ---- batches of matrices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batches_of_matrices(dtype: torch.dtype, device: torch.device) -> None:
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    double = torch.complex128 if dtype.is_complex else torch.float64
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=wide).to(device, dtype)
+
+    x, a, b, shared = drawn(*SHAPE), drawn(3, 5, 2), drawn(3, 4, 6, 3), drawn(4, 7)
+    of = {t: t.to(double) for t in (x, a, b, shared)}
+    for given in (x, x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)):
+        for factors, equation in (
+            ({2: a}, "abcd,acC->abCd"),
+            ({-1: b, 2: a}, "abcd,abdD,acC->abCD"),
+            ({1: shared, 2: a}, "abcd,bB,acC->aBCd"),
+            ({-1: b[:1]}, "abcd,zbdD->abcD"),
+        ):
+            expected = torch.einsum(equation, of[x], *[f.to(double) for f in factors.values()])
+            assert_close(mode_matmul(given, factors), expected, steps=8)
+            with pytest.raises(AssertionError):
+                assert_close(mode_matmul(given.flip(0), factors), expected, steps=8)
+    over_two = drawn(3, 24, 6)
+    expected = torch.einsum("abcd,abdBD->aBcD", of[x], over_two.to(double).reshape(3, 4, 6, 2, 3))
+    assert_close(mode_matmul(x, {(1, 3): over_two}, sizes={(1, 3): (2, 3)}), expected, steps=8)
+
+
+OF_BATCHES = {
+    "another batch": (
+        {1: torch.ones(3, 3, 3)},
+        r"factors\[1\]: expected batch dimensions as x begins with, \(2,\), .* got shape \(3, 3, 3\)",
+    ),
+    "a dimension of its own": (
+        {0: torch.ones(2, 2, 2)},
+        r"factors\[0\]: expected batch dimensions as x begins with, \(\), and none that have",
+    ),
+    "one of another": ({0: torch.ones(2, 2), 1: torch.ones(2, 3, 3)}, r"factors: expected dimensions from 1 on, behind those of batches"),
+    "beside a tuple": ({(0, 2): torch.ones(2, 8, 8)}, r"factors\[\(0, 2\)\]: expected batch dimensions as x begins with"),
+}
+
+
+def test_refusals_of_batches() -> None:
+    for factors, message in OF_BATCHES.values():
+        with pytest.raises(ValueError, match=message):
+            mode_matmul(X, factors)
