@@ -62,7 +62,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest families check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures quantum quantum-picture notebooks docs docs-serve docs-pictures docs-version dist publish hub-kernel clean
+.PHONY: help demo test test-full test-rest families check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures quantum quantum-picture adjoint notebooks docs docs-serve docs-pictures docs-version dist publish hub-kernel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -154,6 +154,9 @@ operators-pictures: $(OPERATORS_READY)  ## the same, and the pictures that docs/
 
 quantum: $(DEMO_READY)  ## a quantum Fourier transform by mode_matmul, gate by gate, beside torch.fft, permute + bmm and einsum
 	$(PY) examples/quantum.py
+
+adjoint: $(DEMO_READY)  ## gradients of a quantum circuit whose backward pass keeps one state, beside autograd: seconds and memory
+	$(PY) examples/adjoint.py
 
 quantum-picture: $(DEMO_READY)  ## the same, and the picture that docs/guides/operators.md shows
 	$(PY) examples/quantum.py --picture docs/images/quantum.png

@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torchvision_import import import_torchvision
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the tests run beside an installed package, without the source tree")
 
 
-def run(name: str) -> list[float]:
+def run(name: str, *arguments: str) -> list[float]:
     """Run an example; the numbers at the end of its lines' statements."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env, check=False)
     assert result.returncode == 0, result.stderr
     return [float(n) for n in re.findall(r"(?:: +|error )([\d.]+)", result.stdout)]
@@ -223,6 +224,31 @@ def test_the_quantum_fourier_transform_is_that_of_torch(tmp_path: Path) -> None:
     errors = [float(n) for n in re.findall(r"error ([\d.e+-]+)", printed)]
     assert len(errors) == 3
     assert max(errors) < 5e-6  # complex64, rounded in every layer
+
+
+def test_a_circuit_that_keeps_one_state_has_the_gradients_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = runpy.run_path(str(EXAMPLES / "adjoint.py"))
+    circuit, energy = example["Circuit"].drawn(5, 2, torch.float64), example["energy"]
+    found = {}
+    for name, way in example["WAYS"].items():
+        kept = []
+
+        def pack(t: torch.Tensor, kept: list[torch.Size] = kept) -> torch.Tensor:
+            kept.append(t.shape)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            state = way(circuit)
+        found[name] = torch.cat(torch.autograd.grad(energy(state), circuit.angles))
+        assert name != "mode_matmul, one state kept" or [s.numel() for s in kept].count(2**5) == 1
+    *ours, expected = found.values()
+    assert expected.abs().max() > 0.1
+    assert max(float((g - expected).abs().max()) for g in ours) < 1e-13
+
+
+@pytest.mark.full
+def test_adjoint_prints_what_it_measures() -> None:
+    assert len(run("adjoint.py", "--qubits", "6", "--layers", "2")) == 3  # seconds of three ways
 
 
 def test_every_operators_example_is_run() -> None:
