@@ -142,7 +142,7 @@ $(addprefix lokr-,$(LOKR_EXAMPLES)): lokr-%: $(LOKR_READY)
 lokr-pictures: $(LOKR_READY)  ## the same, and the pictures that docs/guides/adapters.md shows
 	for name in $(LOKR_EXAMPLES); do $(PY) examples/lokr/$$name.py --picture docs/images/lokr_$$name.png || exit 1; done
 
-OPERATORS_EXAMPLES := poisson weather
+OPERATORS_EXAMPLES := poisson weather terrain
 
 operators: $(addprefix operators-,$(OPERATORS_EXAMPLES))  ## Poisson's equation by KroneckerSum.solve, a Gaussian process with missing measurements by add_diagonal
 

@@ -170,7 +170,7 @@ def test_kat_reads_digits_and_draws_its_functions(
     assert picture.stat().st_size > 10_000
 
 
-OPERATORS_EXAMPLES = ("poisson", "weather")
+OPERATORS_EXAMPLES = ("poisson", "weather", "terrain")
 
 
 def run_drawing(name: str, folder: Path, *arguments: str) -> str:
@@ -218,6 +218,17 @@ def test_weather_fills_in_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_terrain_is_filled_in(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    printed = run_drawing("operators/terrain.py", tmp_path, "--steps", "3", "--stride", "4")
+    rows = re.findall(r"log likelihood ([-\d.]+), estimated ([-\d.]+) \+- ([\d.]+)", printed)
+    assert len(rows) == 3
+    assert all(abs(float(exact) - float(value)) < 3 * float(error) for exact, value, error in rows)
+    ours, triangles = (float(n) for n in re.findall(r"RMS error by .*: ([\d.]+) m", printed))
+    assert ours < 1.2 * triangles
+
+
+@pytest.mark.full
 def test_the_quantum_fourier_transform_is_that_of_torch(tmp_path: Path) -> None:
     printed = run_drawing("quantum.py", tmp_path, "--qubits", "12")
     assert "12 qubits: 78 gates in 23 layers" in printed
@@ -244,6 +255,15 @@ def test_a_circuit_that_keeps_one_state_has_the_gradients_of_torch(monkeypatch: 
     *ours, expected = found.values()
     assert expected.abs().max() > 0.1
     assert max(float((g - expected).abs().max()) for g in ours) < 1e-13
+
+
+@pytest.mark.full
+def test_the_likelihood_of_a_grid_with_holes() -> None:
+    command = [sys.executable, str(EXAMPLES / "gp" / "holes.py"), "--rows", "40", "--columns", "30", "--device", "cpu"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env, check=True).stdout
+    exact, _, ours = (float(n) for n in re.findall(r": +(-?[\d.]+), gradients", printed))
+    assert abs(ours - exact) < 10
 
 
 @pytest.mark.full
