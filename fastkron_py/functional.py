@@ -6,6 +6,7 @@ from fastkron_py.kan.api import poly_kan
 from fastkron_py.kron.api import gekmm, gemkm, kron_matmul, kron_matmul_left
 from fastkron_py.kron.hadamard import hadamard
 from fastkron_py.kron.hadamard_orders import Hadamard
+from fastkron_py.kron.khatri_rao import khatri_rao_matmul
 from fastkron_py.kron.kron_plan import families, kron_plan
 from fastkron_py.kron.modes import mode_matmul
 from fastkron_py.kron.operators.kronecker_sum import KroneckerSum
@@ -25,6 +26,7 @@ __all__ = [
     "gekmm",
     "gemkm",
     "hadamard",
+    "khatri_rao_matmul",
     "kron_matmul",
     "kron_matmul_left",
     "kron_plan",

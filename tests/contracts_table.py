@@ -248,6 +248,22 @@ FUNCTIONS: list[Function] = [
         rows=False,
     ),
     Function(
+        "khatri_rao_matmul(matrices, coefficients)",
+        lambda draw: [draw(6, 3), draw(6, 4), draw(12, 2)],
+        lambda a, b, c: fastkron_py.khatri_rao_matmul([a, b], c),
+        lambda a, b, c: torch.einsum("np,nq->npq", a, b).flatten(1) @ c,
+        (*HALF, *REAL, *COMPLEX),
+        rows=False,
+    ),
+    Function(
+        "khatri_rao_matmul(matrices, y, transpose=True)",
+        lambda draw: [draw(6, 3), draw(6, 4), draw(6, 2)],
+        lambda a, b, y: fastkron_py.khatri_rao_matmul([a, b], y, transpose=True),
+        lambda a, b, y: torch.einsum("np,nq->npq", a, b).flatten(1).mT @ y,
+        (*HALF, *REAL, *COMPLEX),
+        rows=False,
+    ),
+    Function(
         "hadamard(x, scale=)",
         lambda draw: [draw(6, 16)],
         lambda x: fastkron_py.hadamard(x, scale=0.25),
