@@ -134,3 +134,46 @@ def test_factors_one_by_one() -> None:
     f, g = torch.randn(2, 3), torch.randn(4, 5)
     assert KroneckerProduct(f, 2, g).factors == (f, 2, g)
     assert torch.equal(KroneckerProduct(f, g).to_dense(), torch.kron(f, g))
+
+
+def test_pylops_wraps_every_operator() -> None:
+    pylops = pytest.importorskip("pylops")
+    for name, k in operators(arrays=False).items():
+        a, dense = pylops.aslinearoperator(k.aslinearoperator()), k.to_dense().numpy()
+        n = dense.shape[0]
+        b = np.random.default_rng(0).standard_normal(n)
+        assert pylops.utils.dottest(a, n, n), name
+        two = pylops.VStack([a, 0.1 * pylops.Identity(n)])  # its operators compose
+        x = pylops.optimization.basic.lsqr(two, np.concatenate([b, 0 * b]), niter=2000, atol=1e-14, btol=1e-14)[0]
+        near(torch.from_numpy(x), torch.from_numpy(np.linalg.solve(dense.T @ dense + 0.01 * np.eye(n), dense.T @ b)))
+
+
+def test_linear_operator_wraps_every_operator() -> None:
+    """With gradients, as a matrix of which it knows the products."""
+    module = pytest.importorskip("linear_operator")
+
+    class Wrapped(module.operators.LinearOperator):  # type: ignore[misc, name-defined]
+        def __init__(self, *tensors: torch.Tensor, operator: Any) -> None:
+            super().__init__(*tensors, operator=operator)
+            self.of, self.operator = operator._with(tensors), operator
+
+        def _matmul(self, rhs: torch.Tensor) -> torch.Tensor:
+            return self.of @ rhs  # type: ignore[no-any-return]
+
+        def _size(self) -> torch.Size:
+            return torch.Size(self.of.shape)
+
+        def _transpose_nonbatch(self) -> Any:
+            return Wrapped(*self.of.mT._arrays, operator=self.operator.mT)
+
+    for name, k in operators(arrays=False).items():
+        if name == "sum of operators":
+            continue  # whose arrays have parts
+        tensors = [t.clone().requires_grad_() for t in k._arrays]
+        b = torch.ones(k.shape[-1], 1, dtype=torch.float64)
+        x = Wrapped(*tensors, operator=k).solve(b)
+        gradients = torch.autograd.grad(x.sum(), tensors)
+        expected = torch.linalg.solve(k._with(tensors).to_dense(), b)
+        near(x, expected)
+        for found, wanted in zip(gradients, torch.autograd.grad(expected.sum(), tensors), strict=True):
+            near(found, wanted)
