@@ -76,6 +76,7 @@ def test_lokr_example_learns_as_with_peft_alone(
 
 def test_every_example_is_run() -> None:
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
+        "adjoint.py",
         "deblur.py",
         "kat_digits.py",
         "learn_blur.py",
