@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,8 +63,11 @@ class GridOperator(LazyOperator, Generic[Local]):
     grid: ProcessGrid
     reduction: Reduction
 
-    # Elements, sums with other operators and SciPy's operators are of whole matrices, as `local`'s.
-    __getitem__ = __add__ = __radd__ = __sub__ = aslinearoperator = None  # type: ignore[assignment]
+    def _of_whole_matrices(self, *_: Any) -> NoReturn:
+        where = "operator.local has them, of whole matrices, which DTensor.full_tensor() gathers from blocks"
+        raise TypeError(f"a {type(self).__name__} over a grid has no elements, sums with operators and SciPy operator ({where})")
+
+    __getitem__ = __add__ = __radd__ = __sub__ = aslinearoperator = _of_whole_matrices
 
     def _agree(self, make: Callable[[], Local], grid: ProcessGrid | None, reduction: Reduction) -> None:
         """Take the operator of one rank, once all ranks have made the same one; else all raise the same error. Collective."""

@@ -164,6 +164,9 @@ def solutions(shape, with_identity):
     torch.testing.assert_close(A.eigvalsh(), values + 0.3, rtol=1e-12, atol=1e-12)
     with pytest.raises(AttributeError, match=r"a KroneckerProduct over a grid has no masked \(operator.local.masked works on whole"):
         K.masked(rows=given)
+    for refused in (lambda: K + A, lambda: K - K, lambda: K[0], K.aslinearoperator):
+        with pytest.raises(TypeError, match=r"a KroneckerProduct over a grid has no elements, sums .*operator.local has them, of whole"):
+            refused()
     return (exact.convergence.iterations, plain.convergence.iterations, A.convergence.iterations, A.convergence.residual)
 
 
