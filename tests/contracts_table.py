@@ -276,7 +276,7 @@ FUNCTIONS: list[Function] = [
         lambda x, *fs: fastkron_py.kron_quantize(x, fs, torch.int8).dequantize(),
         lambda x, *fs: reference.kron_matmul(x, fs),
         within=0.01,  # half a step of int8 is 0.4% of a row's largest element
-        unsupported={**ROUNDED, "vmap": Unsupported("factors have no batch", ValueError, "factors without a batch dimension inside vmap")},
+        unsupported=ROUNDED,
         arrays=False,
         autocast=False,
     ),
@@ -285,6 +285,46 @@ FUNCTIONS: list[Function] = [
         lambda draw: [draw(6, 32)],
         lambda x: fastkron_py.kron_quantize(x, [2, fastkron_py.Hadamard(16, 0.25)], torch.int8).dequantize(),
         lambda x: _hadamard(x.unflatten(-1, (2, 16))).flatten(-2),
+        within=0.01,
+        unsupported=ROUNDED,
+        arrays=False,
+        autocast=False,
+    ),
+    Function(
+        'kron_quantize(x, [n, Hadamard], torch.float4_e2m1fn_x2, group_size=, scale_format="e8m0")',
+        lambda draw: [draw(6, 64)],
+        lambda x: fastkron_py.kron_quantize(
+            x, [4, fastkron_py.Hadamard(16, 0.25)], torch.float4_e2m1fn_x2, group_size=32, scale_format="e8m0"
+        ).dequantize(),
+        lambda x: _hadamard(x.unflatten(-1, (4, 16))).flatten(-2),
+        within=0.26,  # a step of float4 is a third of its largest number, and up to a quarter of a row's is clipped
+        unsupported={
+            **ROUNDED,
+            **{
+                c: Unsupported("torch knows no float4 there", Exception, "float4|aten::view")
+                for c in ("export", "export, strict", "jit.trace")
+            },
+        },
+        arrays=False,
+        autocast=False,
+    ),
+    Function(
+        'kron_quantize([gate | up], [n, Hadamard], torch.int8, prologue=("swiglu",))',
+        lambda draw: [draw(6, 64)],
+        lambda x: fastkron_py.kron_quantize(x, [2, fastkron_py.Hadamard(16, 0.25)], torch.int8, prologue=("swiglu",)).dequantize(),
+        lambda x: _hadamard((F.silu(x[..., :32]) * x[..., 32:]).unflatten(-1, (2, 16))).flatten(-2),
+        within=0.01,
+        unsupported=ROUNDED,
+        arrays=False,
+        autocast=False,
+    ),
+    Function(
+        'kron_quantize(x, [n, Hadamard], torch.int8, prologue=("rms_norm", weight, eps))',
+        lambda draw: [draw(6, 32), draw(32)],
+        lambda x, w: fastkron_py.kron_quantize(
+            x, [2, fastkron_py.Hadamard(16, 0.25)], torch.int8, prologue=("rms_norm", w, 1e-5)
+        ).dequantize(),
+        lambda x, w: _hadamard(F.rms_norm(x, x.shape[-1:], w, 1e-5).unflatten(-1, (2, 16))).flatten(-2),
         within=0.01,
         unsupported=ROUNDED,
         arrays=False,

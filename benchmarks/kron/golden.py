@@ -166,7 +166,7 @@ def _quantized(p: Problem, random_: random.Random) -> Iterator[Any]:
     p = {**p, "left": False, "qs": qs}
     x, factors, _ = _operands(p)
     kind = random_.choice(("int8", "float8_e4m3fn", "int4"))
-    yield quantize.program([x, *factors], (1.0 / 127, 1.0, 1, 1, kind, p["precision"], "triton"))
+    yield quantize.program([x, *factors], (1.0 / 127, 1.0, 1, 1, 0, kind, "float32", "", 0.0, p["precision"], "triton"))
 
 
 def _hadamard(p: Problem, random_: random.Random) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Groups of rows times a small matrix, rounded row by row, in one launch: what the kernel takes, and its launch.
+"""Groups of rows times a small matrix, rounded row by row or in segments, in one launch: what the kernels take, and their launch.
 
 Closed-form: no timing, no device, no Triton.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.runtime.gpu import next_power_of_two
 
@@ -31,6 +31,7 @@ class Rotation(NamedTuple):
     """A matrix of a group as ``A (x) B``, B with 16 rows.
 
     Attributes:
+        segment: elements with a scale of their own, of a launch whose warps have groups of any rows; 0 for whole rows in a program.
         cut: factors of A; those of B follow.
         orders: of A and B without the identities that widen them.
         p: rows of A.
@@ -40,6 +41,7 @@ class Rotation(NamedTuple):
         parts: numbers of 16 bits whose sum is an entry of A, and of B.
     """
 
+    segment: int
     cut: int
     orders: tuple[int, int]
     p: int
@@ -49,29 +51,36 @@ class Rotation(NamedTuple):
     parts: tuple[int, int]
 
 
-def rotation(width: int, order: int, shapes: Sequence[tuple[int, ...]], is_bfloat16: bool = True) -> Rotation | None:
-    """The launch for rows of this width; None where the kernel does not take them.
+def rotation(width: int, order: int, shapes: Sequence[tuple[int, ...]], is_bfloat16: bool = True, segment: int = 0) -> Rotation | None:
+    """The launch for rows of this width; None where the kernels do not take them.
 
     Args:
         width: of a row.
         order: of Sylvester's matrix, where there are no factors.
         shapes: of the factors of a group.
         is_bfloat16: whether they are of bfloat16, whose numbers are parts by themselves.
+        segment: columns with a scale of their own, a divisor of the width; 0 for those of a program's whole row.
     """
     found = _split(order) if not shapes else _cut(shapes) if order == 1 else None
-    if found is None or width > MOST or width % _VECTOR:
+    if found is None or width % _VECTOR:
         return None
     cut, orders = found
-    p = max(SIDE, orders[0])
+    of_segment = segment // SIDE  # columns of A
+    is_short = 0 < of_segment <= WIDEST and segment == SIDE * next_power_of_two(of_segment)
+    if not is_short and (width > MOST or segment not in (0, width)):
+        return None
+    p = max(SIDE, orders[0], of_segment if is_short else 0)
     parts = 1 if cut == 0 or (cut == 1 and is_bfloat16) else 2, 1 if len(shapes) - cut <= 1 else 2
     groups = math.ceil(width / (p * SIDE))
+    if is_short:
+        return Rotation(segment, cut, orders, p, _WARPS[0], 1, WIDEST // p, parts)
     of_a = parts[0] * p * p
     most = (_HELD - min(_A_HELD, of_a // 64)) // (p * SIDE // 32)  # groups of a warp
     warps = next((w for w in _WARPS if math.ceil(groups / w) <= most and w * of_a <= _SHARED), None)
     if warps is None:
         return None
     rows = max(1, warps // next_power_of_two(groups))
-    return Rotation(cut, orders, p, warps, rows, math.ceil(groups * rows / warps), parts)
+    return Rotation(0, cut, orders, p, warps, rows, math.ceil(groups * rows / warps), parts)
 
 
 def _split(order: int) -> tuple[int, tuple[int, int]] | None:
@@ -90,33 +99,38 @@ def _cut(shapes: Sequence[tuple[int, ...]]) -> tuple[int, tuple[int, int]] | Non
     return None if cut is None or whole > WIDEST * SIDE else (cut, (whole // SIDE, SIDE))
 
 
-def launcher(made: Rotation, x: Tensor, factors: Sequence[Tensor]) -> Launcher:
+def launcher(made: Rotation, x: Tensor, factors: Sequence[Tensor], **options: Any) -> Launcher:
     """The launch from x, the factors or another tensor, scales and values, with two scalars.
 
     Args:
         made: see `rotation`.
-        x: ``[rows, width]``, with neighbours in memory.
+        x: ``[rows, width]``, with neighbours in memory; for segments contiguous.
         factors: of a group.
+        options: FLOAT4, and of whole rows N, PROLOGUE and EPS: as the kernels have them.
     """
-    from fastkron_py.kron.kernels.rotate import _rotate_rows_kernel
+    from fastkron_py.kron.kernels.rotate import _rotate_rows_kernel, _rotate_segments_kernel
     from fastkron_py.runtime.backend import is_interpreting
     from fastkron_py.runtime.launch import LaunchConfig, Launcher
 
-    arguments = {
-        "rows": x.shape[0],
-        "x_stride": x.stride(0),
-        "factor_strides": tuple([(0, *f.stride()) for f in factors]) or ((0, 0, 0),),
-        "N": x.shape[1],
+    rows, groups = x.shape[0], made.warps * made.chunks
+    strides = tuple([(0, *f.stride()) for f in factors]) or ((0, 0, 0),)
+    if made.segment:
+        kernel, programs = _rotate_segments_kernel, math.ceil(x.numel() / (groups * made.p * SIDE))
+        arguments: dict[str, Any] = {"size": x.numel(), "factor_strides": strides, "SEGMENT": made.segment}
+    else:
+        kernel, programs = _rotate_rows_kernel, math.ceil(rows / made.rows)
+        arguments = {"rows": rows, "x_stride": x.stride(0), "factor_strides": strides, "ROWS": made.rows}
+    arguments |= {
         "SHAPES": tuple([tuple(f.shape) for f in factors]),
         "CUT": made.cut,
         "ORDERS": made.orders,
         "P": made.p,
         "C": made.warps,
-        "ROWS": made.rows,
         "CHUNKS": made.chunks,
         "A_PARTS": made.parts[0],
         "B_PARTS": made.parts[1],
         "PRECISION": "emulated" if is_interpreting() else "ieee",
         "num_warps": made.warps,
+        **options,
     }
-    return Launcher([LaunchConfig(_rotate_rows_kernel, (math.ceil(x.shape[0] / made.rows),), arguments)])
+    return Launcher([LaunchConfig(kernel, (programs,), arguments)])

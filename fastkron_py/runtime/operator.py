@@ -323,7 +323,8 @@ class Operator:
     ) -> tuple[Any, Any]:
         if has_rows and all([dim is None for dim in dims[1:]]):
             x, *rest = tensors
-            return self.registered(x.movedim(dims[0], 0), *rest, *options), 0
+            found = self.registered(*self._schema.listed([x.movedim(dims[0], 0), *rest]), *options)
+            return found, 0 if self._is_single else (0,) * len(found)
 
         def call(*arguments: Any) -> Any:
             return self.registered(*self._schema.listed(arguments[: len(tensors)]), *options)

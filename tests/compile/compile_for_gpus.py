@@ -57,11 +57,16 @@ HADAMARD: dict[str, tuple[torch.dtype, int, int]] = {
     "hadamard 28 * 2^9": (SINGLE, 28, 9),
     "hadamard 12 * 2^8": (SINGLE, 12, 8),
 }
-# name: (dtype, the format, width, the order of Sylvester's matrix, the factors' width and how many); the largest launches first
-ROTATED: dict[str, tuple[torch.dtype, str, int, int, int, int]] = {
-    "rotation 1024, int8": (HALF, "int8", 16384, 1024, 1, 0),
-    "rotation 256, float8": (HALF, "float8_e4m3fn", 32768, 256, 1, 0),
-    "rotation 4^5, int8": (HALF, "int8", 8192, 1, 4, 5),
+# name: (dtype, the format, width, the order of Sylvester's matrix, the factors' width and how many, columns with a scale in e8m0, 0 for one
+# of each row, prologue); the largest launches first
+ROTATED: dict[str, tuple[torch.dtype, str, int, int, int, int, int, str]] = {
+    "rotation 1024, int8": (HALF, "int8", 16384, 1024, 1, 0, 0, ""),
+    "rotation 256, float8": (HALF, "float8_e4m3fn", 32768, 256, 1, 0, 0, ""),
+    "rotation 4^5, int8": (HALF, "int8", 8192, 1, 4, 5, 0, ""),
+    "rotation 256, SwiGLU, int8": (HALF, "int8", 32768, 256, 1, 0, 0, "swiglu"),
+    "rotation 256, RMSNorm, int8": (HALF, "int8", 32768, 256, 1, 0, 0, "rms_norm"),
+    "rotation 4^5, MXFP4": (HALF, "float4_e2m1fn_x2", 8192, 1, 4, 5, 32, ""),
+    "rotation 1024, MXFP8": (HALF, "float8_e4m3fn", 8192, 1024, 1, 0, 32, ""),
 }
 # name: (dtype, rows, width of both factors)
 COPIED: dict[str, tuple[torch.dtype, int, int]] = {
@@ -124,13 +129,17 @@ def run_hadamard(dtype: torch.dtype, m: int, bits: int) -> None:
     program((x, matrix), (1.0, m, bits, "triton"))(given, (1.0,))
 
 
-def run_rotation(dtype: torch.dtype, kind: str, width: int, order: int, p: int, count: int) -> None:
+def run_rotation(dtype: torch.dtype, kind: str, width: int, order: int, p: int, count: int, size: int, prologue: str) -> None:
     from fastkron_py.kron.quantize import one_rotation, program
 
-    x, factors = torch.empty(512, width, dtype=dtype), [torch.empty(p, p, dtype=dtype)] * count
-    if one_rotation(x, factors, order, kind, x.device) is None:
+    x, given = torch.empty(512, width * (2 if prologue == "swiglu" else 1), dtype=dtype), [torch.empty(p, p, dtype=dtype)] * count
+    if one_rotation(x[:, :width], given, order, size, kind, x.device) is None:
         return
-    program((x, *factors), (1.0, 1.0, width // (order * p**count), order, kind, "highest", "triton"))((x, *factors), (1.0,))
+    if prologue == "rms_norm":
+        given.append(torch.empty(width, dtype=dtype))
+    groups, scale_format = width // (order * p**count), "e8m0" if size else "float32"
+    options = (1.0, 1.0, groups, order, size, kind, scale_format, prologue, 1e-6, "highest", "triton")
+    program((x, *given), options)((x, *given), (1.0,))
 
 
 def run_kan(rows: int, num_in: int, num_out: int, degree: int, dtype: torch.dtype, precision: str) -> None:

@@ -233,7 +233,7 @@ def main() -> None:
         for kind in [kind for kind in LARGEST if f"as {kind}" in also]:
             what = f"as {kind}"
             rows, matrices = x.reshape(-1, k), [f[0] for f in factors]
-            quantize.program([rows, *matrices], (0.1, 1.0, 1, 1, kind, None, "triton"))([rows, *matrices], (0.1,))
+            quantize.program([rows, *matrices], (0.1, 1.0, 1, 1, 0, kind, "float32", "", 0.0, None, "triton"))([rows, *matrices], (0.1,))
         if "backward" in also:
             what = "backward"
             backward(y, x, factors)

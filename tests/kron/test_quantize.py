@@ -20,8 +20,11 @@ from fastkron_py.kron import quantize, rotate
 from fastkron_py.kron.problem import Problem
 from fastkron_py.runtime.call_cache import CACHE
 
-FORMATS = [torch.int8, torch.float8_e4m3fn, "int4"]
-LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448, "int4": 7}
+FLOAT4 = torch.float4_e2m1fn_x2
+FORMATS = [torch.int8, torch.float8_e4m3fn, FLOAT4, "int4"]
+LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448, FLOAT4: 6, "int4": 7}
+POWERS = {torch.int8: 6, torch.float8_e4m3fn: 8, FLOAT4: 2, "int4": 2}  # exponents of the largest powers of two
+FLOATS = {torch.float8_e4m3fn: (3, -6), FLOAT4: (1, 0)}  # bits of a mantissa, and the exponent of the smallest normal number
 # (P, Q): two steps in one launch, whole and padded, the wide first step, and what takes a pass of its own.
 SHAPES = {
     "a launch": [(64, 64), (32, 32)],
@@ -64,8 +67,9 @@ def assert_nearest(found: Quantized, wanted: torch.Tensor, dtype: torch.dtype, k
     assert found.scales.shape == largest.shape
     assert ((found.scales * most - clip * largest).abs() <= error).all()
     step = found.scales.double()
-    if kind == torch.float8_e4m3fn:  # of 3 bits, and of 2^-9 below 2^-6
-        step = step * torch.maximum(torch.exp2((wanted / step).abs().clamp(2.0**-6, 448).log2().floor() - 3), torch.tensor(2.0**-9))
+    if kind in FLOATS:  # of 3 bits, and of 2^-9 below 2^-6
+        bits, least = FLOATS[kind]
+        step = step * torch.exp2((wanted / step).abs().clamp(2.0**least, most).log2().floor() - bits)
     limit = clip * largest
     got = found.dequantize().double()
     assert got.shape == wanted.shape
@@ -113,7 +117,12 @@ def test_formats(backend_name: str, device: torch.device) -> None:
         most = LARGEST[kind]
         assert found.scales[:, 0].tolist() == pytest.approx([7 / most, 1.0])
         assert not found.dequantize()[1].any()
-        if kind == "int4":
+        if kind == FLOAT4:
+            assert found.values.dtype == FLOAT4
+            # In steps of 7 / 6: 0.43, 1.29, -2.14 and 2.57 are 0.5, 1.5, -2 and 3, of codes 1, 3, 4 and 5; -6 is 15.
+            assert found.values.view(torch.uint8)[0].tolist() == [7 + 16 * 15, 1 + 16 * 3, 12 + 16 * 5]
+            assert found.dequantize()[0].tolist() == pytest.approx([7.0, -7.0, 7 / 12, 7 / 4, -7 / 3, 7 / 2])
+        elif kind == "int4":
             assert found.values.dtype == torch.uint8
             assert found.values[0].tolist() == [7 + 16 * 9, 0 + 16 * 2, 14 + 16 * 3]  # -7 is 9, -2 is 14
             assert found.dequantize()[0].tolist() == [7.0, -7.0, 0.0, 2.0, -2.0, 3.0]
@@ -180,7 +189,7 @@ def test_rows_beyond_float32(backend_name: str, device: torch.device) -> None:
         found = found._replace(scales=found.scales.double())  # for a product that is not in float32
         assert found.scales[:2].isfinite().all()
         assert found.scales[2].isnan()
-        if kind != "int4":
+        if kind not in ("int4", FLOAT4):
             ratio = found.values[:2].double() * found.scales[:2] / wanted[:2].abs().amax(-1, keepdim=True)
             wanted_ratio = wanted[:2] / wanted[:2].abs().amax(-1, keepdim=True)
             torch.testing.assert_close(ratio, wanted_ratio, rtol=0, atol=0.04 if kind == torch.float8_e4m3fn else 0.51 / 127)
@@ -311,6 +320,14 @@ def test_groups_take_one_launch(device: torch.device) -> None:
     assert rotate.rotation(32768, 1, [(32, 32), (16, 16)], is_bfloat16=False) is None
     assert rotate.rotation(8192, 1, [(4, 4)] * 5) is not None
     assert rotate.rotation(16384, 1, [(4, 4)] * 5) is None  # A is in shared memory twice for each warp
+    for width, order, segment in ((128, 128, 128), (4096, 32, 32), (4096, 1024, 16), (1 << 20, 64, 1024)):  # rows of any length
+        made = rotate.rotation(width, order, [], segment=segment)
+        assert made is not None
+        assert made.segment == segment
+        assert made.p * made.chunks == 64
+    assert rotate.rotation(4096, 1024, [], segment=48) is None
+    assert rotate.rotation(4096, 64, [], segment=2048) is None
+    assert rotate.rotation(2048, 64, [], segment=2048) is not None  # a row
 
 
 @pytest.mark.parametrize("size", [12, 32, 64, 192])
@@ -325,7 +342,7 @@ def test_a_scale_for_each_group_of_columns(size: int, backend_name: str, device:
         for kind in FORMATS:
             found = kron_quantize(x, factors, kind, group_size=size, clip_ratio=0.9)
             assert found.scales.shape == (2, 5, 192 // size)
-            assert found.values.shape == (2, 5, 96 if kind == "int4" else 192)
+            assert found.values.shape == (2, 5, 96 if kind in ("int4", FLOAT4) else 192)
             parts = Quantized(found.values.unflatten(-1, (192 // size, -1)), found.scales[..., None])
             assert torch.equal(parts.dequantize().flatten(-2), found.dequantize())
             assert_nearest(parts, wanted.unflatten(-1, (-1, size)), torch.bfloat16, kind, 0.9)
@@ -349,6 +366,156 @@ def test_groups_that_are_not_finite(backend_name: str, device: torch.device) -> 
     assert found.scales[3, 0] == 1
     assert not found.values[3].any()
     assert_nearest(Quantized(found.values[1:2], found.scales[1:2]), wanted[1:2], torch.bfloat16, torch.int8)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_neighbours_of_segments_that_are_not_finite(backend_name: str, device: torch.device) -> None:
+    """Rows that share a program's tile, and segments of a row that share no block of the matrix: each has its own numbers."""
+    torch.manual_seed(0)
+    for factors, size in (([1, Hadamard(128)], None), ([4, Hadamard(32)], 32), ([2, Hadamard(64)], 32), ([4, Hadamard(32)], 64)):
+        x = torch.randn(9, 128, dtype=torch.float64).to(device, torch.bfloat16)
+        clean = kron_quantize(x, factors, torch.int8, group_size=size)
+        x[0, 3], x[2, 70], x[5, 64:96] = float("nan"), float("inf"), 3e38  # sums of the last are beyond float32
+        found = kron_quantize(x, factors, torch.int8, group_size=size)
+        block = max(size or 128, 128 // factors[0])
+        bad = torch.zeros(9, 128, dtype=torch.bool, device=device)
+        for row, column in ((0, 3), (2, 70), (5, 64)):
+            first = column // block * block
+            bad[row, first : first + block] = True
+        of_scale = bad.unflatten(-1, (-1, size or 128))[..., 0]
+        assert torch.equal(found.scales.isnan(), of_scale)
+        assert torch.equal(found.scales[~of_scale], clean.scales[~of_scale])
+        assert torch.equal(found.values[~bad], clean.values[~bad])
+
+
+# ---- powers of two, prologues, rounding at random ---------------------------------------------------
+
+
+def of_format(v: torch.Tensor, kind: Any) -> torch.Tensor:
+    """The format's number nearest to each of v, which is within its range; of two the one with an even last bit."""
+    if kind in (torch.int8, "int4"):
+        return v.round()
+    bits, least = FLOATS[kind]
+    step = torch.exp2(v.abs().clamp(min=2.0**least).log2().floor() - bits)
+    return (v / step).round() * step
+
+
+def test_scales_that_are_powers_of_two(backend_name: str, device: torch.device) -> None:
+    """Of exact products: 2 to (floor(log2) of the largest value, less the format's largest exponent), and the values bit for bit."""
+    torch.manual_seed(0)
+    x = torch.randint(-8, 9, (5, 384), device=device).to(torch.bfloat16)
+    x[1] = 0.0
+    for factors, size in itertools.product(([12, Hadamard(32, 0.125)], [3, Hadamard(128, 0.25)], [384], [24, 16]), (None, 32, 96, 128)):
+        factors = [24, torch.eye(16, device=device, dtype=x.dtype)] if factors[-1] == 16 else factors
+        wanted = reference.kron_matmul(x.double(), dense_factors(factors, device)).unflatten(-1, (-1, size or 384))
+        for kind in FORMATS:
+            largest = wanted.abs().amax(-1)
+            exponent = torch.where(largest == 0, 0.0, largest.clamp(min=1e-9).log2().floor() - POWERS[kind])
+            found = kron_quantize(x, factors, kind, group_size=size, scale_format="e8m0")
+            assert found.scales.dtype == torch.float8_e8m0fnu
+            assert torch.equal(found.scales.view(torch.uint8), (exponent + 127).to(torch.uint8))
+            scales = torch.exp2(exponent)[..., None]
+            limited = (wanted / scales).clamp(-LARGEST[kind], LARGEST[kind])
+            assert torch.equal(found.dequantize().double(), (of_format(limited, kind) * scales).flatten(-2))
+    x[0, 5], x[2, 7] = float("nan"), float("inf")
+    found = kron_quantize(x, [12, Hadamard(32)], torch.int8, group_size=32, scale_format="e8m0")
+    assert found.scales.view(torch.uint8)[[0, 2], 0].tolist() == [255, 255]
+    assert (found.scales.view(torch.uint8) == 255).sum() == 2
+    assert found.dequantize()[0, :32].isnan().all()
+    halved = kron_quantize(x[3:], [384], torch.int8, scale_format="e8m0", clip_ratio=0.5)
+    assert torch.equal(2 * halved.scales.float(), kron_quantize(x[3:], [384], torch.int8, scale_format="e8m0").scales.float())
+
+
+@pytest.mark.parametrize("name", ["256", "four factors", "of order 12", "a launch"])
+def test_prologues(name: str, backend_name: str, device: torch.device) -> None:
+    """In front of a rotation in one launch and of other products, for rows and for groups of columns."""
+    for dtype in (torch.bfloat16, torch.float32):
+        x, factors, _ = grouped(name, dtype, device) if name != "a launch" else problem(SHAPES[name], dtype, device)
+        k = x.shape[1]
+        weight = (torch.rand(k, dtype=torch.float64) + 0.5).to(device, dtype)
+        both = torch.cat([x, torch.randn(x.shape[0], k, dtype=torch.float64).to(device, dtype)], 1)
+        gate, up = both.double().chunk(2, 1)
+        normal = x.double() / (x.double().square().mean(1, keepdim=True) + 0.25).sqrt() * weight.double()
+        for given, prologue, wanted in (
+            (both, ("swiglu",), torch.nn.functional.silu(gate) * up),
+            (x, ("rms_norm", weight, 0.25), normal),
+        ):
+            rotated = reference.kron_matmul(wanted.to(dtype).double(), dense_factors(factors, device))
+            for kind, size in ((torch.int8, None), ("int4", None), (torch.int8, k // 2 if name == "a launch" else 12 if k % 32 else 32)):
+                found = kron_quantize(given, factors, kind, prologue=prologue, group_size=size)
+                parts = Quantized(found.dequantize().unflatten(-1, (found.scales.shape[1], -1)), found.scales[..., None])
+                parts = parts._replace(values=parts.values / parts.scales)
+                assert_nearest(parts, rotated.unflatten(-1, (found.scales.shape[1], -1)), dtype, kind)
+    plain = kron_quantize(x, factors, torch.int8)  # a control: the prologue does something
+    assert not torch.equal(plain.values, kron_quantize(x, factors, torch.int8, prologue=("rms_norm", weight, 0.25)).values)
+
+
+def test_a_call_with_a_prologue_is_kept(device: torch.device) -> None:
+    """Another weight or another eps is not the call before."""
+    x, factors, _ = grouped("256", torch.bfloat16, device)
+    ones = torch.ones(x.shape[1], device=device, dtype=x.dtype)
+    for weight, eps in ((ones, 0.0), (2 * ones, 0.0), (ones, 3.0), (ones, 0.0)):
+        found = kron_quantize(x, factors, torch.int8, prologue=("rms_norm", weight, eps))
+        same = kron_quantize(
+            (x.double() / (x.double().square().mean(1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight, factors, torch.int8
+        )
+        torch.testing.assert_close(found.scales, same.scales, rtol=2e-2, atol=0)
+    spread = torch.rand(x.shape[1], 2, device=device).to(x.dtype)[:, 0]
+    wanted = kron_quantize(x, factors, torch.int8, prologue=("rms_norm", spread.clone(), 0.0))
+    found = kron_quantize(x, factors, torch.int8, prologue=("rms_norm", spread, 0.0))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    weight = ones.clone()
+    for _ in range(2):
+        weight *= 2
+        found = kron_quantize(x, factors, torch.int8, prologue=("rms_norm", weight, 0.0))
+    torch.testing.assert_close(found.scales, 4 * same.scales, rtol=2e-2, atol=0)
+
+
+def test_rounding_at_random(backend_name: str, device: torch.device) -> None:
+    """Up or down, equal for equal generators, and exact in the mean, where the nearest number is not."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, dtype=torch.float64).to(device, torch.bfloat16)
+    factors = [2, Hadamard(32, 0.125)]
+    wanted = reference.kron_matmul(x.double(), dense_factors(factors, device))
+    many = x.expand(400, 2, 64)
+    for kind, scale_format in itertools.product(FORMATS, ("float32", "e8m0")):
+        options: dict[str, Any] = {"group_size": 32, "scale_format": scale_format}
+        nearest = kron_quantize(x, factors, kind, **options)
+        first, again, other = [
+            kron_quantize(many, factors, kind, generator=torch.Generator(device).manual_seed(seed), **options) for seed in (7, 7, 8)
+        ]
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(first, again, strict=True))
+        values, scales = first.dequantize().double(), first.scales[0].float().double()
+        assert not torch.equal(values, other.dequantize().double())
+        torch.testing.assert_close(scales, nearest.scales.float().double(), rtol=1e-4 if scale_format == "float32" else 0, atol=0)
+        step = scales.repeat_interleave(32, -1)
+        clipped = wanted.clamp(-LARGEST[kind] * step, LARGEST[kind] * step)
+        if kind in FLOATS:
+            bits, least = FLOATS[kind]
+            step = step * torch.exp2((clipped / step).abs().clamp(min=2.0**least).log2().floor() - bits)
+        assert ((values - clipped).abs() <= 1.01 * step).all()
+        deviation = 0.5 * step / 400**0.5  # standard deviation of the mean, at most
+        assert ((values.mean(0) - clipped).abs() < 4.5 * deviation).all()
+        assert ((nearest.dequantize().double() - clipped).abs() > 10 * deviation).any()
+
+
+def test_autocast_rounds_products_once(backend_name: str, device: torch.device) -> None:
+    """Each path under autocast gives what it gives for operands that were cast by hand."""
+    for name, options in itertools.product(("256", "of order 12", "an identity behind", "no matrix"), ({}, {"group_size": 12})):
+        x, factors, _ = grouped(name, torch.float32, device)
+        if x.shape[1] % 12 and options:
+            continue
+        halves = [f.bfloat16() if isinstance(f, torch.Tensor) else f for f in factors]
+        weight = torch.rand(x.shape[1], device=device) + 0.5
+        for prologue, half in (({}, {}), ({"prologue": ("rms_norm", weight, 1e-5)}, {"prologue": ("rms_norm", weight.bfloat16(), 1e-5)})):
+            with torch.autocast(device.type, torch.bfloat16):
+                found = kron_quantize(x, factors, torch.int8, **options, **prologue)
+            by_hand = kron_quantize(x.bfloat16(), halves, torch.int8, **options, **half)
+            assert all(torch.equal(a, b) for a, b in zip(found, by_hand, strict=True)), name
+        with torch.autocast(device.type, torch.bfloat16):
+            seeded = kron_quantize(x, factors, torch.int8, generator=torch.Generator(device).manual_seed(0))
+        same = kron_quantize(x.bfloat16(), halves, torch.int8, generator=torch.Generator(device).manual_seed(0))
+        assert all(torch.equal(a, b) for a, b in zip(seeded, same, strict=True)), name
 
 
 def test_a_call_with_groups_is_kept(device: torch.device) -> None:
@@ -396,8 +563,13 @@ def test_torch_rounds_where_triton_does_not_know_the_format(device: torch.device
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "format": ({"dtype": torch.int16}, TypeError, 'dtype: expected torch.int8, torch.float8_e4m3fn or "int4"; got torch.int16'),
-    "int8 as text": ({"dtype": "int8"}, TypeError, 'dtype: expected torch.int8, torch.float8_e4m3fn or "int4"'),
+    "format": (
+        {"dtype": torch.int16},
+        TypeError,
+        'dtype: expected torch.int8, torch.float8_e4m3fn, torch.float4_e2m1fn_x2 or "int4"; got torch.int16',
+    ),
+    "int8 as text": ({"dtype": "int8"}, TypeError, "dtype: expected torch.int8"),
+    "float4 as text": ({"dtype": "float4_e2m1fn_x2"}, TypeError, "dtype: expected torch.int8"),
     "complex": ({"x": torch.zeros(3, 12, dtype=torch.complex64)}, TypeError, "factors"),
     "no tensor": ({"x": [1.0]}, TypeError, "x: expected a torch tensor"),
     "batches": ({"factors": [torch.zeros(2, 3, 4), torch.zeros(4, 5)]}, ValueError, "factors[0]: expected a matrix"),
@@ -413,6 +585,17 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "group_size": ({"group_size": 7}, ValueError, "group_size: expected a divisor of the product's 20 columns; got 7"),
     "group_size of 0": ({"group_size": 0}, ValueError, "group_size: expected a divisor"),
     "group_size as a float": ({"group_size": 2.0}, TypeError, "group_size: expected None or an integer"),
+    "odd float4": ({"factors": [torch.zeros(12, 5)], "dtype": FLOAT4}, ValueError, "factors: expected an even number of columns"),
+    "scale_format": ({"scale_format": "e5m2"}, ValueError, 'scale_format: expected "float32" or "e8m0"; got \'e5m2\''),
+    "prologue": ({"prologue": ("gelu",)}, ValueError, 'prologue: expected None, ("swiglu",) or ("rms_norm", weight, eps); got (\'gelu\',)'),
+    "prologue as text": ({"prologue": "swiglu"}, ValueError, "prologue: expected None"),
+    "eps": ({"prologue": ("rms_norm", torch.zeros(12), -1.0)}, ValueError, "prologue: expected None"),
+    "weight": ({"prologue": ("rms_norm", torch.zeros(11), 0.0)}, ValueError, "prologue[1]: expected shape (12,), one for each column of x"),
+    "weight's dtype": ({"prologue": ("rms_norm", torch.zeros(12).half(), 0.0)}, TypeError, "prologue[1]"),
+    "no weight": ({"prologue": ("rms_norm", None, 0.0)}, TypeError, "prologue[1]"),
+    "odd x": ({"prologue": ("swiglu",), "x": torch.zeros(3, 13)}, ValueError, "x: expected an even last dimension"),
+    "half an x": ({"prologue": ("swiglu",)}, ValueError, "x: expected dimension -1 of size 12"),
+    "generator": ({"generator": 5}, TypeError, "generator: expected None or a torch.Generator; got int"),
     "odd group_size": ({"group_size": 5, "dtype": "int4"}, ValueError, 'group_size: expected an even number for "int4"'),
     "batches in groups": (
         {"factors": [torch.zeros(2, 3, 4), torch.zeros(4, 5)], "group_size": 2},

@@ -1,7 +1,10 @@
 """Rows of a result as small numbers, with a scale for each row: stores that another kernel takes, and a kernel of their own.
 
 A row is ``scale * values``; the scale is the row's largest absolute value times alpha, which is 1 / (the largest number of the
-format), or less where large values are clipped. int4 values are two in a byte of uint8, the even column's in the low half.
+format), or less where large values are clipped. Values of four bits are two in a byte of uint8, the even column's in the low half.
+
+A format is the dtype of the values' memory, but "float4" for e2m1. Scales in memory of uint8 are powers of two, whose exponents are stored
+(E8M0); alpha is then 1 / (the largest power of two of the format).
 """
 
 import triton
@@ -11,7 +14,8 @@ from fastkron_py.tiling.addresses import scalar
 
 # 1.5 * 2^23: added, it rounds to the nearest integer, ties to even, whose two's complement is the low half of the sum's bits.
 _ROUNDING = tl.constexpr(12582912.0)
-_INFINITY = tl.constexpr(0x7F800000)  # its bits
+INFINITY = tl.constexpr(0x7F800000)  # its bits, which are those of the exponent
+_MANTISSA = tl.constexpr(23)  # bits
 _LEAST = tl.constexpr(2.0**-126)
 
 
@@ -24,22 +28,40 @@ def largest_by_row(y):
 
 
 @triton.jit
-def scale_of(largest, alpha):
-    """The scale of a row: 1 for zeros, NaN where an element is not finite, and a normal number, which has an inverse, otherwise."""
+def scale_of(largest, alpha, STORED: tl.constexpr = tl.float32):
+    """The scale of a row: 1 for zeros, NaN where an element is not finite, and a normal number, which has an inverse, otherwise.
+
+    STORED: the dtype of scales in memory.
+    """
     scale = tl.maximum(largest.to(tl.float32, bitcast=True) * scalar(alpha, tl.float32), _LEAST)
-    return tl.where(largest >= _INFINITY, float("nan"), tl.where(largest == 0, 1.0, scale))
+    if tl.uint8 == STORED:
+        scale = (scale.to(tl.int32, bitcast=True) & INFINITY).to(tl.float32, bitcast=True)
+    return tl.where(largest >= INFINITY, float("nan"), tl.where(largest == 0, 1.0, scale))
+
+
+@triton.jit
+def store_scale(ptrs, scale, mask):
+    """Store scales as numbers of the pointers' dtype."""
+    if tl.uint8 == ptrs.dtype.element_ty:
+        scale = (scale.to(tl.int32, bitcast=True) >> _MANTISSA).to(tl.uint8)
+    tl.store(ptrs, scale, mask=mask)
 
 
 @triton.constexpr_function
 def largest_number(kind):
     """Of a format."""
-    return 7.0 if kind == tl.uint8 else 127.0 if kind == tl.int8 else 448.0
+    return 6.0 if kind == "float4" else 7.0 if kind == tl.uint8 else 127.0 if kind == tl.int8 else 448.0
 
 
 @triton.jit
-def clips(alpha, FORMAT: tl.constexpr):
-    """Whether a row's largest value is beyond the largest number of the format."""
-    return scalar(alpha, tl.float32) * largest_number(FORMAT) < 1 - 1e-6
+def clips(alpha, SCALES: tl.constexpr, FORMAT: tl.constexpr):
+    """Whether a row's largest value may be beyond the largest number of the format, whose conversion does not limit it."""
+    if tl.float8e4nv == FORMAT or FORMAT == "float4":
+        return False
+    elif tl.uint8 == SCALES:
+        return True
+    else:
+        return scalar(alpha, tl.float32) * largest_number(FORMAT) < 1 - 1e-6
 
 
 @triton.jit
@@ -65,6 +87,26 @@ def rounded_integer(y, inverse):
 
 
 @triton.jit
+def _rounded_float4(y, inverse):
+    """Y / scale, of at most 6, as sign, two bits of exponent and one of mantissa, in the low half of an int32; ties go to even."""
+    v = y * inverse
+    most = tl.minimum(tl.abs(v), 6.0)
+    step, first = tl.where(most < 2, 0.5, tl.where(most < 4, 1.0, 2.0)), tl.where(most < 2, 0, tl.where(most < 4, 2, 4))
+    bits = (most + step * _ROUNDING).to(tl.int32, bitcast=True)  # whose last ones are most / step
+    return (bits & 7) + first + ((v.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def two_halves(even, odd, inverse, FORMAT: tl.constexpr):
+    """Two values of four bits in uint8, the even column's in the low half."""
+    if FORMAT == "float4":
+        even, odd = _rounded_float4(even, inverse), _rounded_float4(odd, inverse)
+    else:
+        even, odd = rounded_integer(even, inverse) & 15, rounded_integer(odd, inverse) & 15
+    return (even | (odd << 4)).to(tl.uint8)
+
+
+@triton.jit
 def two_bytes(even, odd, inverse, FORMAT: tl.constexpr):
     """Two values of a byte each in int16, the even column's in the low half."""
     if tl.int8 == FORMAT:
@@ -83,12 +125,13 @@ def store_values(
     first_row,
     first_column,
     TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr,
+    rows,
     COLUMNS: tl.constexpr,
     INSIDE: tl.constexpr,
     CLIPPED: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
-    """Store ``y / scale``, a tile from a row and a column on, as the format of out_ptr, ``[ROWS, COLUMNS]`` contiguous.
+    """Store ``y / scale``, a tile from a row and a column on, as the format, to ``[rows, COLUMNS]`` contiguous at out_ptr.
 
     Two columns are stored at once where there is an even number of them; only then may the tile be in the order of `column_of`.
     Where the scale is NaN, values are of no meaning.
@@ -97,53 +140,56 @@ def store_values(
     INSIDE: whether all of the tile is in the matrix.
     CLIPPED: whether values are beyond the largest number of the format.
     """
-    FORMAT: tl.constexpr = out_ptr.dtype.element_ty
     MOST: tl.constexpr = largest_number(FORMAT)
-    if CLIPPED and tl.float8e4nv != FORMAT:  # whose conversion limits values
+    if CLIPPED and tl.float8e4nv != FORMAT and FORMAT != "float4":  # whose conversion limits values
         most = MOST * scale
         y = tl.minimum(tl.maximum(y, -most), most)
     inverse = 1.0 / scale
-    if tl.uint8 == FORMAT:
+    if tl.uint8 == out_ptr.dtype.element_ty:
         even, odd = _in_pairs(y, TRANSPOSED)
-        v = ((rounded_integer(even, inverse) & 15) | ((rounded_integer(odd, inverse) & 15) << 4)).to(tl.uint8)
-        _store_tile(v, out_ptr, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
+        _store_tile(two_halves(even, odd, inverse, FORMAT), out_ptr, first_row, first_column // 2, rows, COLUMNS // 2, INSIDE)
     elif COLUMNS % 2 == 0:
         even, odd = _in_pairs(y, TRANSPOSED)
         pairs = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-        _store_tile(two_bytes(even, odd, inverse, FORMAT), pairs, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
+        _store_tile(two_bytes(even, odd, inverse, FORMAT), pairs, first_row, first_column // 2, rows, COLUMNS // 2, INSIDE)
     else:
         v = (rounded_integer(y, inverse) if tl.int8 == FORMAT else tl.minimum(tl.maximum(y * inverse, -MOST), MOST)).to(FORMAT)
-        _store_tile(v.T if TRANSPOSED else v, out_ptr, first_row, first_column, ROWS, COLUMNS, INSIDE)
+        _store_tile(v.T if TRANSPOSED else v, out_ptr, first_row, first_column, rows, COLUMNS, INSIDE)
 
 
 @triton.jit
-def _store_tile(v, ptr, first_row, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr):
+def _store_tile(v, ptr, first_row, first_column, rows, COLUMNS: tl.constexpr, INSIDE: tl.constexpr):
     """Store a tile of a contiguous matrix."""
     row, column = first_row + tl.arange(0, v.shape[0])[:, None], first_column + tl.arange(0, v.shape[1])[None, :]
     if INSIDE:
         tl.store(ptr + (row * COLUMNS + column), v)
     else:
-        tl.store(ptr + (row * COLUMNS + column), v, mask=(row < ROWS) & (column < COLUMNS))
+        tl.store(ptr + (row * COLUMNS + column), v, mask=(row < rows) & (column < COLUMNS))
 
 
-@triton.jit(do_not_specialize=["alpha"])
+@triton.jit(do_not_specialize=["rows", "alpha"])
 def _quantize_rows_kernel(
-    y_ptr,  # [L, N]
-    scales_ptr,  # [L]
-    out_ptr,  # [L, N], of int4 [L, N / 2]
+    y_ptr,  # [rows, N]
+    scales_ptr,  # [rows]
+    out_ptr,  # [rows, N], of four bits [rows, N / 2]
+    rows,
     alpha: tl.int64,  # float64 pattern
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+    FLOAT4: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
-    largest = 0
+    FORMAT: tl.constexpr = "float4" if FLOAT4 else out_ptr.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row, column = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None]
+    y_ptrs = y_ptr + (row * N)[:, None] + column
+    largest = tl.zeros((ROWS,), tl.int32)
     for start in range(0, N, BLOCK):
-        y = tl.load(y_ptr + row * N + start + column, mask=start + column < N, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(largest_by_row(y), 0))
-    scale = scale_of(largest, alpha)
-    tl.store(scales_ptr + row, scale)
-    STORED: tl.constexpr = N // 2 if out_ptr.dtype.element_ty == tl.uint8 else N
+        y = tl.load(y_ptrs + start, mask=inside & (start + column < N), other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, largest_by_row(y))
+    scale = scale_of(largest, alpha, scales_ptr.dtype.element_ty)
+    store_scale(scales_ptr + row, scale, row < rows)
     for start in range(0, N, BLOCK):
-        y = tl.load(y_ptr + row * N + start + column, mask=start + column < N, other=0.0).to(tl.float32)
-        store_values(y, scale, out_ptr + row * STORED, 0, start, False, 1, N, False, True)
+        y = tl.load(y_ptrs + start, mask=inside & (start + column < N), other=0.0).to(tl.float32)
+        store_values(y, scale[:, None], out_ptr, first, start, False, rows, N, False, True, FORMAT)

@@ -271,7 +271,7 @@ def _store_values(ys, scale, y_ptr, PARTS: tl.constexpr, TRANSPOSED: tl.constexp
     for j in tl.static_range(len(PARTS)):
         row, column = (PARTS[j][0], 0) if TRANSPOSED else (0, PARTS[j][0])
         inside = _is_inside(PARTS[j], ys[j].shape[0], TRANSPOSED, SIZES)
-        store_values(ys[j], scale, y_ptr, row, column, TRANSPOSED, SIZES[0], SIZES[1], inside, CLIPPED)
+        store_values(ys[j], scale, y_ptr, row, column, TRANSPOSED, SIZES[0], SIZES[1], inside, CLIPPED, y_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -297,10 +297,7 @@ def store_quantized(
         largest = tl.maximum(largest, largest_by_row(ys[j]))
     scale = scale_of(tl.max(largest, 0), alpha)
     tl.store(scale_ptr, scale)
-    FORMAT: tl.constexpr = y_ptr.dtype.element_ty
-    if tl.float8e4nv == FORMAT:
-        _store_values(ys, scale, y_ptr, PARTS, TRANSPOSED, SIZES, False)
-    elif clips(alpha, FORMAT):
+    if clips(alpha, tl.float32, y_ptr.dtype.element_ty):
         _store_values(ys, scale, y_ptr, PARTS, TRANSPOSED, SIZES, True)
     else:  # limits would take as many instructions as all the rest of rounding
         _store_values(ys, scale, y_ptr, PARTS, TRANSPOSED, SIZES, False)

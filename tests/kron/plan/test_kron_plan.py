@@ -46,7 +46,7 @@ def launched(x: torch.Tensor, factors: list[torch.Tensor], gpu: str, rounds: boo
     """The families of a program's launches on a GPU; none for torch's calls."""
     with pretending(NAMED[gpu]):
         if rounds:
-            made = quantize.program([x, *factors], (1 / 127, 1.0, 1, 1, "int8", "highest", "triton"))
+            made = quantize.program([x, *factors], (1 / 127, 1.0, 1, 1, 0, "int8", "float32", "", 0.0, "highest", "triton"))
         else:
             made = operator.forward([x, *factors, None], (1.0, 0.0, None, "triton", False))
     names = [step.run.configs[0].kernel.__name__ for step in made._steps if hasattr(step.run, "configs")]
