@@ -190,7 +190,7 @@ publish: $(RELEASE_READY)  ## upload dist/ to PyPI, from the workflow that PyPI 
 	@test -z "$$TAG" || test "$$TAG" = "v$(VERSION)" || { echo "the tag $$TAG is not v$(VERSION) of fastkron_py/__init__.py"; exit 1; }
 	$(RELEASE_PY) -m twine upload --non-interactive dist/*
 
-hub-kernel:  ## build the Hugging Face kernel of gated MLPs and rational activations into out/kernels
+hub-kernel:  ## build the Hugging Face kernel of gated MLPs, rational activations and rotations into out/kernels
 	$(PYTHON) hub/build.py out/kernels
 
 clean:  ## remove what the other targets made

@@ -1,4 +1,4 @@
-"""Build a kernel for Hugging Face's `kernels` package: gated MLPs and rational activations, in Python and Triton alone.
+"""Build a kernel for Hugging Face's `kernels` package, in Python and Triton alone: gated MLPs, rational activations, rotations.
 
 Usage: python hub/build.py OUT. It writes
 
@@ -24,10 +24,10 @@ from typing import Any, Final
 
 HERE: Final = Path(__file__).resolve().parent
 PACKAGE: Final = HERE.parent / "fastkron_py"
-NAME: Final = "gated-rational"
-MODULE: Final = NAME.replace("-", "_")
+NAME: Final = "fastkron"
 VERSION: Final = 0  # of the interface; `kernels` reserves 0 for interfaces that may still change
-ROOMS: Final = ("gated", "rational", "runtime", "tiling")
+ROOMS: Final = ("gated", "kron", "rational", "runtime", "tiling")
+LEFT_OUT: Final = PACKAGE / "kron" / "operators"  # which nothing here imports
 LAYERS: Final = ("arguments.py", "gated.py", "modules.py", "rational*.py", "rational_table.json")
 BACKENDS: Final[dict[str, dict[str, Any]]] = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0+PTX"]}}
 NAMESPACE: Final = 'NAMESPACE: Final = "fastkron"'  # of runtime/operator.py
@@ -49,10 +49,10 @@ globals().update({{name: getattr(sys.modules["{id}"], name) for name in sys.modu
 
 def sources() -> dict[str, bytes]:
     """The files of a variant by their path in it, with relative imports."""
-    found = {"__init__.py": HERE / "kernel.py", "layers.py": HERE / "layers.py"}
+    found = {"__init__.py": HERE / "kernel.py", "layers.py": HERE / "layers.py", "testing.py": PACKAGE / "testing.py"}
     for room in ROOMS:
         files = [*(PACKAGE / room).rglob("*.py"), *(PACKAGE / room).rglob("*.json")]
-        found |= {path.relative_to(PACKAGE).as_posix(): path for path in files}
+        found |= {path.relative_to(PACKAGE).as_posix(): path for path in files if LEFT_OUT not in path.parents}
     found |= {path.relative_to(PACKAGE).as_posix(): path for pattern in LAYERS for path in (PACKAGE / "nn").glob(pattern)}
     texts = {name: relative(path.read_text(), name) for name, path in sorted(found.items())}
     return {name: text.encode() for name, text in texts.items()} | {"nn/__init__.py": b'"""Layers."""\n'}
@@ -75,13 +75,13 @@ def relative(text: str, name: str) -> str:
 def variant(backend: str, files: dict[str, bytes]) -> dict[str, bytes]:
     """All files of a variant: the sources with its namespace, the compatible package and the metadata."""
     unique = hashlib.sha256(json.dumps({name: hashlib.sha256(data).hexdigest() for name, data in files.items()}).encode()).hexdigest()[:10]
-    identifier = f"_{MODULE}_{backend}_{unique}"
+    identifier = f"_{NAME}_{backend}_{unique}"
     operator = files["runtime/operator.py"].decode()
     if operator.count(NAMESPACE) != 1:
         raise ValueError(f"runtime/operator.py: expected one line {NAMESPACE!r}, got {operator.count(NAMESPACE)}")
     files = files | {
         "runtime/operator.py": operator.replace(NAMESPACE, f'NAMESPACE: Final = "{identifier}"').encode(),
-        f"{MODULE}/__init__.py": COMPATIBLE.format(id=identifier).encode(),
+        f"{NAME}/__init__.py": COMPATIBLE.format(id=identifier).encode(),
     }
     metadata = {
         "name": NAME,

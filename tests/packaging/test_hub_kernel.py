@@ -38,9 +38,9 @@ spec.loader.exec_module(kernel)
 """,
     "older kernels": """
 import importlib.util, sys
-path = FOLDER / "build" / "torch-cpu" / "gated_rational" / "__init__.py"
-spec = importlib.util.spec_from_file_location("gated_rational_1234", path)
-kernel = sys.modules["gated_rational_1234"] = importlib.util.module_from_spec(spec)
+path = FOLDER / "build" / "torch-cpu" / "fastkron" / "__init__.py"
+spec = importlib.util.spec_from_file_location("fastkron_1234", path)
+kernel = sys.modules["fastkron_1234"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(kernel)
 """,
 }
@@ -62,6 +62,14 @@ t = z.double().reshape(3, 4, 6)
 p = sum(a.double()[:, i, None] * t**i for i in range(6))
 q = 1 + sum(b.double()[:, i, None] * t ** (i + 1) for i in range(4)).abs()
 compare(kernel.rational(z, a, b, version="B"), (p / q).reshape(3, 24))
+
+f, g = torch.randn(2, 3), torch.randn(4, 4)
+compare(kernel.kron_matmul(x, [f, g]), x.double() @ torch.kron(f.double(), g.double()))
+h = kernel.Hadamard(8, 8**-0.5).matrix(x.double())
+compare(kernel.hadamard(x, scale=8**-0.5), x.double() @ h)
+q = kernel.kron_quantize(x, [2, kernel.Hadamard(4, 0.5)], torch.int8, group_size=4)
+y = x.double().reshape(7, 2, 4) @ kernel.Hadamard(4, 0.5).matrix(x.double())
+assert bool(((q.dequantize() - y.reshape(7, 8)).abs() <= 0.51 * q.scales.repeat_interleave(4, 1)).all())
 """
 LAYERS = """
 layer, mlp = kernel.GroupRational(24, num_groups=4), kernel.GatedMLP(8, 24)
@@ -146,7 +154,7 @@ repository = LocalLayerRepository(repo_path=FOLDER, layer_name={layer!r})
 with use_kernel_mapping({{"MLP": {{"cpu": repository}}}}):
     mlp = kernelize(mlp, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device="cpu", use_fallback=KernelizeFallback.NONE)
 torch.testing.assert_close(mlp(x), expected)
-assert "gated_rational" in mlp.forward.__func__.__module__
+assert "fastkron" in mlp.forward.__func__.__module__
 mlp(x).square().mean().backward()
 assert all(p.grad.abs().sum() > 0 for p in mlp.parameters())
 """
@@ -157,7 +165,7 @@ assert all(p.grad.abs().sum() > 0 for p in mlp.parameters())
 def test_metadata(folder: Path, backend: str) -> None:
     variant = folder / "build" / f"torch-{backend}"
     metadata = json.loads((variant / "metadata.json").read_text())
-    assert metadata["id"].startswith(f"_gated_rational_{backend}_")
+    assert metadata["id"].startswith(f"_fastkron_{backend}_")
     assert metadata["id"].isidentifier()
     assert metadata["backend"]["type"] == backend
     files = {path.relative_to(variant).as_posix(): path.read_bytes() for path in variant.rglob("*") if path.is_file()}

@@ -65,7 +65,7 @@ def _begin(itemsize: int) -> Kernel | None:
             _compile(itemsize)
         else:  # the interpreter waits for it when it ends: LLVM must not be torn down while it works
             with suppress(Exception):  # `_compile` tells of it; imports change sys.modules, which other code may be going through
-                importlib.import_module("fastkron_py.kron.cpu.kernels")
+                importlib.import_module(".kernels", __package__)
             threading.Thread(target=_compile, args=(itemsize,), name="fastkron_py compiles its CPU kernel").start()
     found: Kernel | None = _found[itemsize]
     return found

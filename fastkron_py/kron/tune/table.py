@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -182,7 +181,7 @@ def lookup(problem: Problem) -> Choice | None:
     """The tuned choice for a problem, or None: nothing was tuned, or nothing was faster than the closed form."""
     if is_off():
         return None
-    shipped = Path(str(resources.files("fastkron_py.kron.tune"))) / "tables" / file_name(problem.device)
+    shipped = Path(__file__).parent / "tables" / file_name(problem.device)
     entry = _mine.get(problem) or _cached(cache_file()).get(problem) or _cached(shipped).get(problem)
     return None if entry is None else entry.choice
 
