@@ -2,8 +2,8 @@
 
     sys.modules["fast_hadamard_transform"] = fastkron_py.integrations.fast_hadamard_transform
 
-gives it to code that imports that package. Functions of its inner modules for lengths 12 N, 20 N, 28 N and 40 N are left out: their matrices
-are others than those of `fastkron_py.hadamard`, and rotated weights of the one do not fit activations of the other.
+gives it to code that imports that package. Functions of its inner modules for lengths 12 N, 20 N, 28 N and 40 N are left out: they
+have other matrices than `fastkron_py.hadamard`, and rotated weights of the one do not fit activations of the other.
 """
 
 from __future__ import annotations

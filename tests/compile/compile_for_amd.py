@@ -20,6 +20,7 @@ BFLOAT16 = (
     *("kron 16^4, bfloat16", "kron 128^2, bfloat16", "131^2, copied, bfloat16", "kan, large, bfloat16", "kan, small, bfloat16"),
     *("rational, bfloat16", "linear layer and rational, bfloat16", "gated, large, bfloat16"),
     *("lokr by index, bfloat16", "lokr by index, rank 32, bfloat16"),
+    *("rotation 1024, int8", "rotation 256, SwiGLU, int8", "rotation 256, RMSNorm, int8", "rotation 4^5, MXFP4"),
 )
 OTHERS = (
     *("kron 8^5", "kron 16^4", "kron 128^2", "kron 32^3, float64", "kron 128^2, float64", "kron 32^2, complex64", "kron 2^9, complex128"),
@@ -52,6 +53,7 @@ def main() -> None:
     torch.version.hip = "7.0"
     current = ""
     compile_only(lambda kernel, compiled, options: {"problem": current, **resources(compiled.asm["amdgcn"])})
+    from fastkron_py.kron import quantize, rotate
     from fastkron_py.runtime import backend
     from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.gpu import AMD
@@ -59,6 +61,10 @@ def main() -> None:
     devices.gpu_of = lambda device: AMD  # type: ignore[assignment]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     choose_algorithm("looped")  # torch's products need no compiler
+    # Rotations are not offered there, since none was run.
+    quantize.one_rotation = lambda x, factors, order, segment, kind, device: rotate.rotation(
+        x.shape[1], order, [f.shape for f in factors], segment=segment
+    )
     table = problems()
     for current in PROBLEMS[name]:
         table[current]()

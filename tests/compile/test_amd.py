@@ -31,6 +31,8 @@ OF_BFLOAT16 = {
     "_rational_bwd_kernel",
     "_rational_coefficients_kernel",
     "_rational_fwd_kernel",
+    "_rotate_rows_kernel",
+    "_rotate_segments_kernel",
     "_sliced_multiply_fwd_kernel",
     "_sort_rows_kernel",
     "_sum_partials_kernel",

@@ -80,8 +80,8 @@ def names_for(entry: str) -> dict[str, Any]:
     module = importlib.import_module(entry.rpartition(".")[0])
     for room in (functional, fastkron_py, nn, module):
         names |= {name: getattr(room, name) for name in getattr(room, "__all__", ())}
-    if ".integrations." in entry:
-        library = entry.split(".")[2]
+    library = entry.split(".")[2]
+    if library in GIVEN:
         names |= {library: importlib.import_module(library)} | GIVEN[library]()
     return names
 
