@@ -80,7 +80,7 @@ def names_for(entry: str) -> dict[str, Any]:
     module = importlib.import_module(entry.rpartition(".")[0])
     for room in (functional, fastkron_py, nn, module):
         names |= {name: getattr(room, name) for name in getattr(room, "__all__", ())}
-    library = entry.split(".")[2]
+    library = entry.removeprefix("fastkron_py.integrations.").split(".")[0]
     if library in GIVEN:
         names |= {library: importlib.import_module(library)} | GIVEN[library]()
     return names
