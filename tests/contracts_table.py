@@ -309,7 +309,7 @@ FUNCTIONS: list[Function] = [
         autocast=False,
     ),
     Function(
-        'kron_quantize([gate | up], [n, Hadamard], torch.int8, prologue=("swiglu",))',
+        'kron_quantize(gate_and_up, [n, Hadamard], torch.int8, prologue=("swiglu",))',
         lambda draw: [draw(6, 64)],
         lambda x: fastkron_py.kron_quantize(x, [2, fastkron_py.Hadamard(16, 0.25)], torch.int8, prologue=("swiglu",)).dequantize(),
         lambda x: _hadamard((F.silu(x[..., :32]) * x[..., 32:]).unflatten(-1, (2, 16))).flatten(-2),
