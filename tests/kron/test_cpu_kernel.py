@@ -50,15 +50,10 @@ PROBLEMS = {
 def units(request, monkeypatch):
     """Sizes that make small problems take the branches of large ones; plans are of the test alone."""
     if request.param != "units as they are":
-        monkeypatch.setattr(plan, "UNIT_BYTES", 256)
-        monkeypatch.setattr(plan, "GRADIENT_BYTES", 256)
-        monkeypatch.setattr(plan, "LEAST_COLUMNS", 7)
-        monkeypatch.setattr(plan, "ALONE_COLUMNS", 9)
-        monkeypatch.setattr(plan, "THREAD_WORK", 1)
-        monkeypatch.setattr(fused, "THREAD_WORK", 1)
-    if request.param == "stages of one step":
-        monkeypatch.setattr(plan, "BUFFER_BYTES", 1)
-        monkeypatch.setattr(plan, "ROW_BYTES", 1)
+        limits = plan.LIMITS._replace(unit_bytes=256, gradient_bytes=256, least_columns=7, alone_columns=9, thread_work=1)
+        if request.param == "stages of one step":
+            limits = limits._replace(buffer_bytes=1, row_bytes=1)
+        monkeypatch.setattr(plan, "LIMITS", limits)
     for cached in (plan.plan, fused.fused):
         cached.cache_clear()
     yield request.param
@@ -362,7 +357,7 @@ def test_few_rows_have_as_many_units_for_each_thread():
 def test_stages_hold_their_intermediates_in_cache():
     assert len(planned([(32, 32)] * 3, 128).stages) == 1
     assert [(s.rows, s.columns) for s in planned([(64, 64)] * 4, 2).stages] == [(128, 1), (2, 64**3)]
-    assert all(s.buffer * 4 <= plan.BUFFER_BYTES for s in planned([(16, 16)] * 4, columns=64).stages)
+    assert all(s.buffer * 4 <= plan.LIMITS.buffer_bytes for s in planned([(16, 16)] * 4, columns=64).stages)
 
 
 def test_few_rows_are_cut_for_threads():

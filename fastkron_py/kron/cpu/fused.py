@@ -15,12 +15,11 @@ from torch import Tensor
 from fastkron_py.kron.cpu import compiled
 from fastkron_py.kron.cpu.compiled import Kernel
 from fastkron_py.kron.cpu.layout import BFLOAT16, FACTOR, HALF, HEAD, SAME, STEP
-from fastkron_py.kron.cpu.plan import THREAD_WORK, Matrix, Sizes, Stage, plan, turns_columns
+from fastkron_py.kron.cpu.plan import LIMITS, Matrix, Sizes, Stage, plan, turns_columns
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.program import bits
 
 KINDS: Final = {torch.float32: SAME, torch.float64: SAME, torch.float16: HALF, torch.bfloat16: BFLOAT16}
-LARGE: Final = 1 << 18  # elements of a factor by which torch's products are faster
 PARTS: Final = 64  # at most, but for the threads, whose sums of gradients are added up at the end, as far as those take less than x
 KEPT_BYTES: Final = 1 << 26  # of scratch memory that a thread keeps: the system clears new pages, which takes as long as the products
 _ALIGNMENT: Final = 64
@@ -46,7 +45,7 @@ def takes(x: Tensor, factors: Sequence[Tensor]) -> bool:
     if x.dtype not in KINDS or min(x.numel(), *[f.numel() for f in factors]) == 0:
         return False
     allowed = (torch.float64,) if x.dtype == torch.float64 else (torch.float32, *HALF_DTYPES)
-    return all([f.dtype in allowed for f in factors]) and max([f.shape[1] * f.shape[2] for f in factors]) <= LARGE
+    return all([f.dtype in allowed for f in factors]) and max([f.shape[1] * f.shape[2] for f in factors]) <= LIMITS.factor_elements
 
 
 class Wanted(NamedTuple):
@@ -407,8 +406,8 @@ class Fused:
 
     def _write_stage(self, stage: Stage, source: int, taken: int, slots: int) -> int:
         """The integers of a stage, by what it reads, the steps that it takes, and a thread's buffers; returns where they begin."""
-        at, is_shared = len(self._ints), stage.work >= THREAD_WORK
-        self._runs.append((at, is_shared))
+        at = len(self._ints)
+        self._runs.append((at, stage.is_shared))
         chunks = -(-stage.columns // stage.unit_columns)
         units = -(-stage.rows // stage.unit_rows) * chunks
         is_cut = self._wanted is not None and (chunks > 1 or self._is_strided())  # so that a gradient's operands are copied
@@ -417,7 +416,7 @@ class Fused:
         sizes = [stage.rows, stage.columns, stage.length, stage.width, stage.unit_rows, stage.unit_columns]
         counts = [self._sizes.groups, units, units, chunks, len(stage.steps), taken]
         self._ints += [*[0] * 12, *sizes, *counts, 0, buffer, slots, *[0] * 7]
-        self._point(at + 24, -1 - self._reserve((slots + 1) * buffer * (self._sizes.threads if is_shared else 1)))
+        self._point(at + 24, -1 - self._reserve((slots + 1) * buffer * (self._sizes.threads if stage.is_shared else 1)))
         self._write_operand(at + 2, source, stage, stage.length)
         for step in stage.steps:
             m, (place, strides) = self._plan.matrices[step.matrix], self._matrices[step.matrix]
