@@ -15,9 +15,10 @@ from torch import Tensor
 from fastkron_py.kron.cpu import compiled
 from fastkron_py.kron.cpu.compiled import Kernel
 from fastkron_py.kron.cpu.layout import BFLOAT16, FACTOR, HALF, HEAD, SAME, STEP
-from fastkron_py.kron.cpu.plan import LIMITS, Matrix, Sizes, Stage, plan, turns_columns
+from fastkron_py.kron.cpu.plan import LIMITS, Matrix, Sizes, Stage, plan
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.program import bits
+from fastkron_py.runtime.torch_internals import multiplies_bfloat16
 
 KINDS: Final = {torch.float32: SAME, torch.float64: SAME, torch.float16: HALF, torch.bfloat16: BFLOAT16}
 PARTS: Final = 64  # at most, but for the threads, whose sums of gradients are added up at the end, as far as those take less than x
@@ -40,12 +41,20 @@ class Layout(NamedTuple):
         return cls(tuple(t.shape), t.stride(), t.dtype)
 
 
-def takes(x: Tensor, factors: Sequence[Tensor]) -> bool:
-    """Whether the kernel multiplies operands like these, in canonical form: real ones, by no large factor, which torch's BLAS packs."""
+def takes(x: Tensor, factors: Sequence[Tensor], is_gradient: bool = False) -> bool:
+    """Whether the kernel takes operands like these, in canonical form: real ones, and no large factor, which torch's BLAS packs.
+
+    Of products, if the rows of factors are contiguous, no copy of one is made, and larger ones are taken. bfloat16 by wide factors alone is
+    torch's where the CPU has instructions for it.
+    """
     if x.dtype not in KINDS or min(x.numel(), *[f.numel() for f in factors]) == 0:
         return False
     allowed = (torch.float64,) if x.dtype == torch.float64 else (torch.float32, *HALF_DTYPES)
-    return all([f.dtype in allowed for f in factors]) and max([f.shape[1] * f.shape[2] for f in factors]) <= LIMITS.factor_elements
+    elements = [f.shape[1] * f.shape[2] for f in factors if f.shape[1:] != (1, 1)] or [1]
+    if x.dtype == torch.bfloat16 and min(elements) >= LIMITS.bfloat16_elements and multiplies_bfloat16():
+        return False
+    is_copied = is_gradient or any([f.stride(2) != 1 for f in factors])
+    return all([f.dtype in allowed for f in factors]) and max(elements) <= (LIMITS.copied_elements if is_copied else LIMITS.factor_elements)
 
 
 class Wanted(NamedTuple):
@@ -95,36 +104,6 @@ def _is_read(x: Layout, stage: Stage) -> bool:
     return (stage.rows == rows or rows == 1 or row == length * k) and (stage.columns == columns or k == columns)
 
 
-class _Operand(NamedTuple):
-    """x or dy: what is given, what the kernel reads, and whether that is a copy, in which columns may have become rows."""
-
-    given: Layout
-    read: Layout
-    is_turned: bool
-    is_copied: bool
-
-    @classmethod
-    def of(cls, given: Layout, stage: Stage, is_turned: bool) -> _Operand:
-        """For the stage that reads it."""
-        groups, rows, length, columns = given.shape
-        is_copied = is_turned or not _is_read(given, stage)
-        shape = (groups, rows * columns, length, 1) if is_turned else given.shape
-        return cls(given, _contiguous(shape, given.dtype) if is_copied else given, is_turned, is_copied)
-
-    def ready(self, t: Tensor) -> Tensor:
-        """The tensor that the kernel reads."""
-        if not self.is_copied:
-            return t
-        t = t.as_strided(self.given.shape, self.given.strides)
-        return (t.transpose(2, 3) if self.is_turned else t).contiguous()
-
-    def turned_back(self, y: Tensor) -> Tensor:
-        """A result with the columns of what was given."""
-        if not self.is_turned:
-            return y
-        return y.view(*self.given.shape[:2], self.given.shape[3], -1).transpose(2, 3).contiguous()
-
-
 class _Sum(NamedTuple):
     """The gradient of a matrix, in parts: their place, number, and elements of all matrices in each; turned, it is ``[Q, P]``."""
 
@@ -152,19 +131,19 @@ class Fused:
         self._dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         shapes = tuple([(f.shape[1], f.shape[2]) for f in factors])
         is_copied = any([f.strides[2] != 1 for f in factors])
-        sizes = Sizes(shapes, groups, rows, columns, self._dtype.itemsize, threads, wanted is not None, is_copied)
-        is_turned = turns_columns(sizes)
-        rows, columns = (rows * columns, 1) if is_turned else (rows, columns)
-        self._sizes = sizes._replace(rows=rows, columns=columns)
+        self._sizes = Sizes(shapes, groups, rows, columns, self._dtype.itemsize, threads, wanted is not None, is_copied)
         self._plan, self._factors, self._wanted = plan(self._sizes), factors, wanted
         stages = self._plan.stages
-        self._x = _Operand.of(x, stages[0], is_turned)
-        self._dy = None if wanted is None else _Operand.of(wanted.dy, stages[-1], is_turned)
         self._shape = (groups, rows, math.prod([p if wanted else q for p, q in shapes]), columns)
         self._first = len(factors)  # the number of x; that of the result follows, and that of dy
-        self._layouts = {self._first: self._x.read, self._first + 1: _contiguous(self._shape, x.dtype)}
-        if self._dy is not None:
-            self._layouts[self._first + 2] = self._dy.read
+        self._layouts = {self._first: x, self._first + 1: _contiguous(self._shape, x.dtype)}
+        if wanted is not None:
+            self._layouts[self._first + 2] = wanted.dy
+        self._copied = dict[int, Layout]()  # of x and dy those that are, by number
+        for number, stage in ((self._first, stages[0]), (self._first + 2, stages[-1])):
+            given = self._layouts.get(number)
+            if given is not None and not _is_read(given, stage):
+                self._copied[number], self._layouts[number] = given, _contiguous(given.shape, given.dtype)
         self._nbytes, self._ints = 0, [0]
         self._scratch, self._given = list[tuple[int, int]](), list[tuple[int, int]]()  # (integer, offset), (integer, number)
         self._alpha: int | None = None  # where its bits are
@@ -183,7 +162,7 @@ class Fused:
         self._template = (ctypes.c_int64 * len(self._ints))(*self._ints)
         self._kind = type(self._template)
 
-    def __call__(self, kernel: Kernel, x: Tensor, factors: Sequence[Tensor], alpha: float) -> Tensor:
+    def __call__(self, kernel: Kernel, x: Tensor, factors: Sequence[Tensor], alpha: float, shape: tuple[int, ...] | None = None) -> Tensor:
         """The product, contiguous.
 
         Args:
@@ -191,10 +170,11 @@ class Fused:
             x: of whose shape only the layout that was planned for counts.
             factors: likewise.
             alpha: scales the product.
+            shape: of the result, if it is another one than ``[B, L, N, R]``.
         """
-        y = x.new_empty(self._shape)
-        self._run(kernel, (*factors, self._x.ready(x), y), alpha)
-        return self._x.turned_back(y)
+        y = x.new_empty(self._shape if shape is None else shape)
+        self._run(kernel, [*factors, x, y], alpha)
+        return y
 
     def gradients(
         self, kernel: Kernel, dy: Tensor, x: Tensor, factors: Sequence[Tensor], alpha: float
@@ -208,21 +188,22 @@ class Fused:
             factors: likewise.
             alpha: scales the product.
         """
-        wanted, dy_operand = self._wanted, self._dy
-        if wanted is None or dy_operand is None:
+        if self._wanted is None:
             raise ValueError("expected a program of gradients; got that of a product")
-        dx = x.new_empty(self._shape if wanted.x else (0,))
+        dx = x.new_empty(self._shape if self._wanted.x else (0,))
         dfs: list[Tensor | None] = [None] * len(factors)
         for i, (shape, is_turned) in self._gradients.items():
             df = factors[i].new_empty(shape)
             dfs[i] = df.mT if is_turned else df
-        self._run(kernel, (*factors, self._x.ready(x), dx, dy_operand.ready(dy), *[x if df is None else df for df in dfs]), alpha)
-        if not wanted.x:
+        self._run(kernel, [*factors, x, dx, dy, *[x if df is None else df for df in dfs]], alpha)
+        if not self._wanted.x:
             return None, dfs
-        return self._x.turned_back(dx if alpha == 1 else dx.mul_(alpha)), dfs
+        return dx if alpha == 1 else dx.mul_(alpha), dfs
 
-    def _run(self, kernel: Kernel, given: Sequence[Tensor], alpha: float) -> None:
+    def _run(self, kernel: Kernel, given: list[Tensor], alpha: float) -> None:
         """Run the stages on operands by number."""
+        for number, layout in self._copied.items():
+            given[number] = given[number].as_strided(layout.shape, layout.strides).contiguous()
         ints = self._kind.from_buffer_copy(self._template)
         if self._nbytes:
             scratch = _scratch(self._nbytes)
@@ -358,7 +339,7 @@ class Fused:
         for j, (step, m, need) in enumerate(zip(stage.steps, matrices, needs, strict=True)):
             if need:
                 self._ints[at + HEAD + STEP * j + 12] = first
-                is_turned = step.after * stage.columns == 1 and m.q < m.p
+                is_turned = (step.by_rows or step.after * stage.columns == 1) and m.q < m.p
                 self._sums.append(_Sum(step.matrix, place - first * self._dtype.itemsize, parts, elements, is_turned))
                 first += m.p * m.q
 
@@ -401,7 +382,7 @@ class Fused:
 
     def _is_strided(self) -> bool:
         """Whether x or dy is read with gaps between its elements."""
-        read = [self._x.read] + ([] if self._dy is None else [self._dy.read])
+        read = [layout for number, layout in self._layouts.items() if number != self._first + 1]
         return any([t.strides[1:] != _contiguous(t.shape, t.dtype).strides[1:] for t in read])
 
     def _write_stage(self, stage: Stage, source: int, taken: int, slots: int) -> int:
@@ -411,12 +392,14 @@ class Fused:
         chunks = -(-stage.columns // stage.unit_columns)
         units = -(-stage.rows // stage.unit_rows) * chunks
         is_cut = self._wanted is not None and (chunks > 1 or self._is_strided())  # so that a gradient's operands are copied
-        is_direct = len(stage.steps) == 1 and KINDS[self._x.given.dtype] == SAME and not (is_cut or stage.steps[0].by_rows)  # by no buffer
+        is_direct = (
+            len(stage.steps) == 1 and KINDS[self._layouts[self._first].dtype] == SAME and not (is_cut or stage.steps[0].by_rows)
+        )  # by no buffer
         buffer = 0 if is_direct else -(-stage.buffer * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         sizes = [stage.rows, stage.columns, stage.length, stage.width, stage.unit_rows, stage.unit_columns]
         counts = [self._sizes.groups, units, units, chunks, len(stage.steps), taken]
         self._ints += [*[0] * 12, *sizes, *counts, 0, buffer, slots, *[0] * 7]
-        self._point(at + 24, -1 - self._reserve((slots + 1) * buffer * (self._sizes.threads if stage.is_shared else 1)))
+        self._point(at + 24, -1 - self._reserve((slots + 2) * buffer * (self._sizes.threads if stage.is_shared else 1)))
         self._write_operand(at + 2, source, stage, stage.length)
         for step in stage.steps:
             m, (place, strides) = self._plan.matrices[step.matrix], self._matrices[step.matrix]

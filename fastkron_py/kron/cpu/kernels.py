@@ -373,13 +373,30 @@ def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
 
 
 @numba.njit(error_model="numpy")
+def _turn(kind, many, few, source, target, rows, before):
+    """Copies a mode and the few elements that follow it, ``[rows, before, many, few]``.
+
+    source, target: address, strides of rows, of the many and of the few.
+    """
+    size, (src, src_row, src_many, src_few), (dst, dst_row, dst_many, dst_few) = _size(kind), source, target
+    for row in range(rows):
+        for b in range(before):
+            for i in range(few):
+                u = src + (row * src_row + b * many * few + i * src_few) * size
+                w = dst + (row * dst_row + b * many * few + i * dst_few) * size
+                for _ in range(many):
+                    _store(kind, w, _load(kind, u))
+                    u, w = u + src_many * size, w + dst_many * size
+
+
+@numba.njit(error_model="numpy")
 def _step(kind, matrix, before, after, source, target, rows, columns, is_last, turned):
     """A matrix on its mode of rows ``[before, P, after, columns]``.
 
     matrix: address, strides of P and Q, and P and Q.
     source, target: address, strides of rows and of the elements of a row.
     is_last: whether no elements follow those of the mode, in x as a whole, not only in a unit of one column.
-    turned: 0, or scratch memory for products by the matrix's rows, where few elements follow.
+    turned: scratch memory of operand and result, for products by the matrix's rows where few elements follow; or zeros.
     """
     size, (f, fp, fq, P, Q), (src, src_row, src_k), (dst, dst_row, dst_k) = _size(kind), matrix, source, target
     if is_last:
@@ -388,19 +405,18 @@ def _step(kind, matrix, before, after, source, target, rows, columns, is_last, t
         else:
             for row in range(rows):
                 _product(kind, src + row * src_row * size, P, 1, f, fp, dst + row * dst_row * size, Q, before, P, Q, False)
-        return
-    pieces, width = (1, after * columns) if src_k == columns and dst_k == columns else (after, columns)
-    for row in range(rows):
-        for b in range(before):
-            u, w = src + (row * src_row + b * P * after * src_k) * size, dst + (row * dst_row + b * Q * after * dst_k) * size
-            if turned:
-                _product(kind, u, 1, width, f, fp, turned, Q, width, P, Q, False)
-                for q in range(Q):
-                    for a in range(width):
-                        _store(kind, w + (q * width + a) * size, _load(kind, turned + (a * Q + q) * size))
-                continue
-            for a in range(pieces):
-                _product(kind, f, fq, fp, u + a * src_k * size, after * src_k, w + a * dst_k * size, after * dst_k, Q, P, width, False)
+    elif turned[0]:
+        (u, w), few = turned, after * columns
+        _turn(kind, P, few, (src, src_row, few, 1), (u, before * P * few, 1, P), rows, before)
+        _product(kind, u, P, 1, f, fp, w, Q, rows * before * few, P, Q, False)
+        _turn(kind, Q, few, (w, before * Q * few, 1, Q), (dst, dst_row, few, 1), rows, before)
+    else:
+        pieces, width = (1, after * columns) if src_k == columns and dst_k == columns else (after, columns)
+        for row in range(rows):
+            for b in range(before):
+                u, w = src + (row * src_row + b * P * after * src_k) * size, dst + (row * dst_row + b * Q * after * dst_k) * size
+                for a in range(pieces):
+                    _product(kind, f, fq, fp, u + a * src_k * size, after * src_k, w + a * dst_k * size, after * dst_k, Q, P, width, False)
 
 
 @numba.njit(error_model="numpy")
@@ -413,14 +429,19 @@ def _last_gradient(kind, P, Q, src, g, y, count, adds):
 
 
 @numba.njit(error_model="numpy")
-def _gradient(kind, P, Q, before, after, src, src_row, g, g_row, y, rows, is_last, adds):
+def _gradient(kind, P, Q, before, after, src, src_row, g, g_row, y, rows, is_last, turned, adds):
     """Of a step's factor, from what the step read and the gradient of what it wrote; written to y, or added to it.
 
-    Both are ``[rows, before, P or Q, after]``, where after counts the columns, too.
+    Both are ``[rows, before, P or Q, after]``, where after counts the columns, too. turned: as of the step.
     """
     _stays_alone()
     size = _size(kind)
-    if not is_last:
+    if turned[0]:
+        u, w = turned
+        _turn(kind, P, after, (src, src_row, after, 1), (u, before * P * after, 1, P), rows, before)
+        _turn(kind, Q, after, (g, g_row, after, 1), (w, before * Q * after, 1, Q), rows, before)
+        _last_gradient(kind, P, Q, u, w, y, rows * before * after, adds)
+    elif not is_last:
         for i in range(0, P, DOTS[0]):
             for j in range(0, Q, DOTS[1]):
                 u, w, z = src + i * after * size, g + j * after * size, y + (i * Q + j) * size
@@ -476,8 +497,8 @@ def stage(p, kind):
     x_size, y_size, g_size = 2 if x_kind else size, 2 if y_kind else size, 2 if g_kind else size
     is_gradient = p[27] != 0
     is_whole = is_gradient or p[HEAD + 13] != 0  # gradients and turned products read columns without gaps
-    first = p[24] + _claim(p, 1) * (slots + 1) * buffer
-    spare = first + slots * buffer
+    first = p[24] + _claim(p, 1) * (slots + 2) * buffer
+    operand, product = first + slots * buffer, first + (slots + 1) * buffer
     part = _claim(p, 0)
     while part < groups * parts:
         group, sums = part // parts, p[32] + part * p[33] * size
@@ -497,7 +518,8 @@ def stage(p, kind):
                 matrix = p[o] + group * p[o + 1] * size, p[o + 2], p[o + 3], P, Q
                 target = first + (i + 1) % slots * buffer, before * Q * after * columns, columns
                 target = result if i == steps - 1 and not y_kind else target
-                _step(kind, matrix, before, after, source, target, rows, columns, after * R == 1, spare * p[o + 13])
+                turned = operand * p[o + 13], product * p[o + 13]
+                _step(kind, matrix, before, after, source, target, rows, columns, after * R == 1, turned)
                 source = target
             length_out = width
             if is_gradient:
@@ -510,16 +532,19 @@ def stage(p, kind):
                 for i in range(steps - 1, -1, -1):
                     o = HEAD + STEP * i
                     P, Q, before, after = p[o + 4], p[o + 5], p[o + 6], p[o + 7]
+                    turned = operand * p[o + 13], product * p[o + 13]
                     if p[o + 12] >= 0:
                         v, v_row = (given[0], given[1]) if i == 0 else (first + i * buffer, before * P * after * columns)
                         z, adds = sums + p[o + 12] * size, unit > begin
-                        _gradient(kind, P, Q, before, after * columns, v, v_row, source[0], source[1], z, rows, after * R == 1, adds)
+                        _gradient(
+                            kind, P, Q, before, after * columns, v, v_row, source[0], source[1], z, rows, after * R == 1, turned, adds
+                        )
                     if p[o + 8] == 0:
                         break
                     matrix = p[o + 8] + group * p[o + 9] * size, p[o + 10], p[o + 11], Q, P
                     target = first + (steps + (steps - i) % 2) * buffer, before * P * after * columns, columns
                     target = result if i == 0 and not y_kind else target
-                    _step(kind, matrix, before, after, source, target, rows, columns, after * R == 1, spare * p[o + 13])
+                    _step(kind, matrix, before, after, source, target, rows, columns, after * R == 1, turned)
                     source = target
             if y_kind:
                 _round(kind, source[0], result[0], y_row, y_k, rows, length_out, columns, y_kind)

@@ -34,6 +34,8 @@ class Limits(NamedTuple):
     """Sizes of factors and of units."""
 
     factor_elements: int  # at most: torch's products are faster by a larger factor
+    copied_elements: int  # likewise of factors that may be copied
+    bfloat16_elements: int  # of each factor, from which bfloat16 is multiplied as it is, where the CPU does that
     widest: int  # rows or columns of factors that are multiplied out
     block_rows: int  # of sums in registers
     unit_bytes: int  # of a buffer of a unit, in the first level of cache: two are in use
@@ -41,8 +43,8 @@ class Limits(NamedTuple):
     buffer_bytes: int  # at most, in the second one
     row_bytes: int  # at most, where the buffer is one row: another stage would take new memory for all of them
     least_columns: int  # of a unit where each of its rows lies apart
-    alone_columns: int  # at least, of a unit with one matrix: its operand is in no buffer, and each pass over the matrix serves many
-    alone_rows: int  # likewise
+    far_columns: int  # at least, of a unit with a matrix beyond the second level, or one alone: each pass over the matrix serves many
+    far_rows: int  # likewise
     thread_work: int  # multiply-adds, from which threads share a stage
 
 
@@ -101,7 +103,7 @@ class Step(NamedTuple):
         matrix: its number.
         before: elements.
         after: elements.
-        by_rows: whether the matrix's rows are vectors, and not the few elements of after; products are turned then.
+        by_rows: whether the matrix's rows are vectors, and not the few elements of after, which are turned for that.
     """
 
     matrix: int
@@ -158,17 +160,6 @@ def plan(sizes: Sizes) -> Plan:
     return Plan(tuple(matrices), tuple(stages), cost)
 
 
-def turns_columns(sizes: Sizes) -> bool:
-    """Whether columns are turned into rows: a few fill no vector."""
-    if not 1 < sizes.columns < 2 * VECTOR // sizes.itemsize:
-        return False
-    width = sum([math.prod([shape[side] for shape in sizes.shapes]) for side in (0, 1)])
-    turned = plan(sizes._replace(rows=sizes.rows * sizes.columns, columns=1))
-    last = max([m.p * m.q for m in turned.matrices[-2:]])  # whose rows are vectors then; a factor of one element may follow it
-    moved = COSTS.turn * sizes.rows * sizes.columns * width + sizes.copy_cost(last)
-    return turned.cost + sizes.groups * moved < plan(sizes).cost
-
-
 def in_order(shapes: Sequence[tuple[int, int]]) -> list[int]:
     """The numbers of neighbouring matrices ``[P, Q]`` in the order of least work: from the last to the first, but by falling 1/Q - 1/P.
 
@@ -201,7 +192,7 @@ def _steps(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     for i in in_order([(m.p, m.q) for m in matrices[first:last]]):
         i += first
         before, after = math.prod(now[: i - first]), math.prod(now[i - first + 1 :])
-        step = Step(i, before, after, _is_by_rows(sizes, matrices[i], rows * before, after * columns))
+        step = Step(i, before, after, after * columns > 1 and _is_by_rows(sizes, matrices[i], rows * before, after * columns))
         work += step.before * step.after * matrices[i].p * matrices[i].q
         now[i - first] = matrices[i].q
         widest = max(widest, math.prod(now) if i != first else 0)
@@ -210,11 +201,9 @@ def _steps(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
 
 
 def _is_by_rows(sizes: Sizes, matrix: Matrix, count: int, after: int) -> bool:
-    """Whether the matrix's rows are vectors, in products of this number: it may have to be copied for that."""
-    if not 1 < after < 2 * VECTOR // sizes.itemsize:
-        return False
-    by_rows = count * _by_rows_cost(sizes, matrix, after) + sizes.copy_cost(matrix.p * matrix.q)
-    return by_rows < count * _by_scalars_cost(sizes, matrix, after)
+    """Whether the matrix's rows are vectors, in products of this number: where nothing follows, or so little that turning it takes less."""
+    few = 1 < after < 2 * VECTOR // sizes.itemsize
+    return after == 1 or (few and _step_cost(sizes, matrix, count, after, True) < _step_cost(sizes, matrix, count, after, False))
 
 
 def _widest(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> int:
@@ -259,16 +248,19 @@ def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     length, width = _together(matrices[first:last])
     widest = max(length, width, buffer)
     vectors = VECTOR // sizes.itemsize * 2
-    fitting, is_one = sizes.unit_bytes // sizes.itemsize // widest, len(steps) == 1
-    most = max(fitting, LIMITS.alone_columns if is_one else LIMITS.least_columns)
+    # Each pass over a matrix that is beyond the cache, or alone, so that no buffer has to be small, serves many rows or columns.
+    far = [s for s in steps if len(steps) == 1 or matrices[s.matrix].p * matrices[s.matrix].q * sizes.itemsize > LIMITS.buffer_bytes]
+    around = min([s.before * s.after for s in far], default=1 << 62)
+    fitting = sizes.unit_bytes // sizes.itemsize // widest
+    most = max(fitting, LIMITS.least_columns, LIMITS.far_columns // around)
     if not _are_even(sizes, sizes.groups * rows):
         most = min(most, max(vectors, -(-columns // sizes.threads)))
     sharing = sizes.threads if sizes.groups * rows < 4 * sizes.threads else 1  # few rows: each thread has as many units
     unit_columns = columns if columns <= most else _evenly(columns, most, vectors, sharing)
-    most_rows = max(fitting, LIMITS.alone_rows if is_one else 1) // columns
+    most_rows = max(fitting, 1, -(-LIMITS.far_rows // around)) // columns
     unit_rows = max(1, min(most_rows, sizes.groups * rows // sizes.threads, rows))
     unit_rows = unit_rows // LIMITS.block_rows * LIMITS.block_rows or unit_rows
-    held = max(widest, buffer) * unit_rows * unit_columns
+    held = widest * unit_rows * unit_columns
     is_shared = sizes.groups * rows * columns * work >= LIMITS.thread_work
     return Stage(tuple(steps), rows, columns, length, width, unit_rows, unit_columns, held, is_shared)
 
@@ -302,29 +294,26 @@ def _matrices(sizes: Sizes) -> tuple[float, list[Matrix]]:
 
 def _cost(sizes: Sizes, matrix: Matrix, before: int, after: int) -> float:
     """Of a step, and of forming its matrix, in multiply-adds of a vector."""
+    elements, count, vector = matrix.p * matrix.q, sizes.rows * before, VECTOR // sizes.itemsize
+    cost = _step_cost(sizes, matrix, count, after, _is_by_rows(sizes, matrix, count, after))
+    more = COSTS.streamed * count * (matrix.p + matrix.q) * after / vector
+    more += COSTS.form * elements if matrix.last > matrix.first + 1 else 0.0
+    return cost + sizes.groups * more * (2 if sizes.is_gradient else 1)
+
+
+def _step_cost(sizes: Sizes, matrix: Matrix, count: int, after: int, by_rows: bool) -> float:
+    """Of a mode's products: by the matrix's rows, for which operands and results are turned, or by its elements.
+
+    An element is a scalar for each vector of what follows, so that a part of one takes as long as a whole one.
+    """
     p, q, half = matrix.p, matrix.q, VECTOR // sizes.itemsize // 2
-    count = sizes.rows * before
-    if after == 1:
-        cost = sizes.groups * _product_cost(count, p, q, half)
+    turns, copies = (0.0, 0.0) if after == 1 else (COSTS.turn * count * (p + q) * after, sizes.copy_cost(p * q))
+    if by_rows:
+        cost, sums = _product_cost(count * after, p, q, half) + turns, p * q * count * after / (2 * half) + turns
     else:
-        cost = sizes.groups * count * min(_by_scalars_cost(sizes, matrix, after), _by_rows_cost(sizes, matrix, after))
-    cost += COSTS.streamed * sizes.groups * count * (p + q) * after / (2 * half)
-    forms = COSTS.form * p * q * sizes.groups if matrix.last > matrix.first + 1 else 0.0
-    if sizes.is_gradient:  # a product more, and the sums of the gradient
-        slices = count / (2 * half) if after == 1 else count * (-(-after // (2 * half)) + COSTS.dot)
-        return 2 * (cost + forms) + sizes.groups * p * q * slices
-    return cost + forms
-
-
-def _by_rows_cost(sizes: Sizes, matrix: Matrix, after: int) -> float:
-    """Of a mode's product by the matrix's rows, whose result is turned."""
-    return _product_cost(after, matrix.p, matrix.q, VECTOR // sizes.itemsize // 2) + COSTS.turn * matrix.q * after
-
-
-def _by_scalars_cost(sizes: Sizes, matrix: Matrix, after: int) -> float:
-    """Of a mode's product by the matrix's elements: a scalar for each vector, so that a part of one takes as long as a whole one."""
-    half = VECTOR // sizes.itemsize // 2
-    return _product_cost(matrix.q, matrix.p, max(after, 2 * half), half)
+        cost, sums = count * _product_cost(q, p, max(after, 2 * half), half), p * q * count * (-(-after // (2 * half)) + COSTS.dot)
+        copies = 0.0
+    return sizes.groups * (2 * cost + sums if sizes.is_gradient else cost) + copies
 
 
 def _product_cost(rows: int, terms: int, width: int, half: int) -> float:
