@@ -296,9 +296,7 @@ def small_product(
     is_one_product = count == 1 and not backward and is_native  # whose result is all the memory that it takes
     if not (is_one_product or torch_steps.is_small(shapes, rows * columns)):
         return None
-    has_kernel = (
-        backward and build.device.type == "cpu" and compiled.is_installed() and fused.takes(x, [f[None] for f in factors], is_gradient=True)
-    )
+    has_kernel = backward and build.device.type == "cpu" and compiled.is_installed() and fused.takes(x, factors, is_gradient=True)
     if has_kernel and not torch_steps.is_least(shapes, rows * columns):
         return None
     multiply_small = torch_steps.small_multiply(shapes, rows, columns, shape, left)

@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
 
 def takes(x: Tensor, factors: Sequence[Tensor], is_gradient: bool = False) -> bool:
-    """Whether the kernel takes operands like these, in canonical form: real ones, and no large factor, which torch's BLAS packs.
+    """Whether the kernel takes operands like these: real ones, and no large factor, which torch's BLAS packs.
 
     Of products, if the rows of factors are contiguous, no copy of one is made, and larger ones are taken. bfloat16 by wide factors alone is
     torch's where the CPU has instructions for it.
@@ -50,10 +50,10 @@ def takes(x: Tensor, factors: Sequence[Tensor], is_gradient: bool = False) -> bo
     if x.dtype not in KINDS or min(x.numel(), *[f.numel() for f in factors]) == 0:
         return False
     allowed = (torch.float64,) if x.dtype == torch.float64 else (torch.float32, *HALF_DTYPES)
-    elements = [f.shape[1] * f.shape[2] for f in factors if f.shape[1:] != (1, 1)] or [1]
+    elements = [f.shape[-2] * f.shape[-1] for f in factors if f.shape[-2:] != (1, 1)] or [1]
     if x.dtype == torch.bfloat16 and min(elements) >= LIMITS.bfloat16_elements and multiplies_bfloat16():
         return False
-    is_copied = is_gradient or any([f.stride(2) != 1 for f in factors])
+    is_copied = is_gradient or any([f.stride(-1) != 1 for f in factors])
     return all([f.dtype in allowed for f in factors]) and max(elements) <= (LIMITS.copied_elements if is_copied else LIMITS.factor_elements)
 
 

@@ -48,8 +48,8 @@ class Limits(NamedTuple):
     thread_work: int  # multiply-adds, from which threads share a stage
 
 
-COSTS: Final = record(Costs, "costs", "cpu")
-LIMITS: Final = record(Limits, "limits", "cpu")
+COSTS: Final[Costs] = record(Costs, "costs", "cpu")
+LIMITS: Final[Limits] = record(Limits, "limits", "cpu")
 
 Shapes = tuple[tuple[int, int], ...]
 
