@@ -149,6 +149,8 @@ class Fused:
         self._alpha: int | None = None  # where its bits are
         self._matrices: list[tuple[int, tuple[int, ...]]] = []  # of each: its number, or less than 0 its offset - 1; strides
         self._prefixes = dict[tuple[int, int], tuple[int, Layout]]()  # products of factors[first:number], by place
+        # Factors by place; those of a half type are widened first.
+        self._wide = [(i, f) if f.dtype == self._dtype else self._write_product(None, (i, f), False) for i, f in enumerate(factors)]
         self._write_matrices(is_scaled)
         self._transposed = [] if wanted is None else [self._write_transposed(i) for i in range(len(self._matrices))]
         self._runs = list[tuple[int, bool]]()  # where the integers of each stage begin, and whether threads share it
@@ -193,9 +195,10 @@ class Fused:
         dx = x.new_empty(self._shape if self._wanted.x else (0,))
         dfs: list[Tensor | None] = [None] * len(factors)
         for i, (shape, is_turned) in self._gradients.items():
-            df = factors[i].new_empty(shape)
+            df = factors[i].new_empty(shape, dtype=self._dtype)
             dfs[i] = df.mT if is_turned else df
         self._run(kernel, [*factors, x, dx, dy, *[x if df is None else df for df in dfs]], alpha)
+        dfs = [None if df is None else df.to(f.dtype) for df, f in zip(dfs, factors, strict=True)]
         if not self._wanted.x:
             return None, dfs
         return dx if alpha == 1 else dx.mul_(alpha), dfs
@@ -239,13 +242,13 @@ class Fused:
         (self._given if place >= 0 else self._scratch).append((integer, place if place >= 0 else -1 - place))
 
     def _write_matrices(self, is_scaled: bool) -> None:
-        """Those that are products, scaled, of another dtype, or with columns that lie apart: copied first."""
+        """Those that are products, scaled, or with columns that lie apart: copied first."""
         matrices = self._plan.matrices
         smallest = min(range(len(matrices)), key=lambda i: matrices[i].p * matrices[i].q)
         for i, m in enumerate(matrices):
-            scales, f = is_scaled and i == smallest, self._factors[m.first]
-            is_direct = m.last == m.first + 1 and f.dtype == self._dtype and not scales and (f.strides[2] == 1 or not self._has_rows(i))
-            self._matrices.append((m.first, f.strides) if is_direct else self._write_form(m.first, m.last, scales))
+            scales, (place, f) = is_scaled and i == smallest, self._wide[m.first]
+            is_direct = m.last == m.first + 1 and not scales and (f.strides[2] == 1 or not self._has_rows(i))
+            self._matrices.append((place, f.strides) if is_direct else self._write_form(m.first, m.last, scales))
 
     def _has_rows(self, i: int) -> bool:
         """Whether a matrix's rows are vectors: it may have the mode that nothing follows in memory, or few elements follow."""
@@ -264,13 +267,13 @@ class Fused:
 
     def _write_form(self, first: int, last: int, scales: bool) -> tuple[int, tuple[int, ...]]:
         """The product of factors, one after the other."""
-        found = None if last == first + 1 else (first, self._factors[first])
-        for number in range(first if found is None else first + 1, last):
-            if found is not None:
-                self._prefixes[first, number] = found
-            found = self._write_product(found, (number, self._factors[number]), scales and number == last - 1)
-        place, layout = found or (first, self._factors[first])
-        return place, layout.strides
+        found = self._wide[first]
+        if last == first + 1:
+            found = self._write_product(None, found, scales)
+        for number in range(first + 1, last):
+            self._prefixes[first, number] = found
+            found = self._write_product(found, self._wide[number], scales and number == last - 1)
+        return found[0], found[1].strides
 
     def _write_product(self, a: tuple[int, Layout] | None, b: tuple[int, Layout], scales: bool) -> tuple[int, Layout]:
         """The product of two matrices, each by its place, or a copy of one; its place and layout."""
@@ -279,18 +282,16 @@ class Fused:
         groups = 1 if f.strides[0] == 0 and layout.strides[0] == 0 else self._sizes.groups
         p, q = layout.shape[1] * f.shape[1], layout.shape[2] * f.shape[2]
         offset = self._reserve(groups * p * q * self._dtype.itemsize)
-        self._ints += [0, groups, bits(1.0), 0, *self._factor(layout), 0, *self._factor(f)]
+        kind = SAME if f.dtype == self._dtype else KINDS[f.dtype]
+        self._ints += [0, groups, bits(1.0), kind, 0, *layout.strides, *layout.shape[1:], 0, *f.strides, *f.shape[1:]]
         self._point(start, -1 - offset)
-        self._point(start + 3 + FACTOR, number)
+        self._point(start + 4 + FACTOR, number)
         if a is not None:
-            self._point(start + 3, place)
+            self._point(start + 4, place)
         self._ints[0] += 1
         if scales:
             self._alpha = start + 2
         return -1 - offset, Layout((groups, p, q), (p * q if groups > 1 else 0, q, 1), self._dtype)
-
-    def _factor(self, f: Layout) -> list[int]:
-        return [*f.strides, *f.shape[1:], SAME if f.dtype == self._dtype else KINDS[f.dtype]]
 
     def _write_products(self, stages: Sequence[Stage], result: int | None) -> list[int]:
         """Stages of products from x; returns the places of what each reads, and of what the last one writes: the result, or new memory."""
@@ -348,10 +349,10 @@ class Fused:
         self._split, groups, itemsize = len(self._ints), self._sizes.groups, self._dtype.itemsize
         self._alpha = self._split + 1
         self._ints += [len(self._sums), bits(1.0), 0]
-        self._point(self._split + 2, -1 - self._reserve(2 * itemsize))
+        self._point(self._split + 2, -1 - self._reserve(itemsize))
         for found in self._sums:
             m, at = self._plan.matrices[found.matrix], len(self._ints)
-            is_written = m.last == m.first + 1 and self._factors[m.first].dtype == self._dtype  # as the factor's gradient
+            is_written = m.last == m.first + 1  # as the factor's gradient
             self._point(at, self._first + 3 + m.first if is_written else -1 - self._reserve(groups * m.p * m.q * itemsize))
             self._point(at + 1, found.place)
             strides = (1, m.p) if found.is_turned else (m.q, 1)
@@ -364,17 +365,17 @@ class Fused:
                     self._write_split_factor(m, number, found.is_turned, wanted.factors[number])
 
     def _write_split_factor(self, m: Matrix, number: int, is_turned: bool, need: bool) -> None:
-        f, at, one = self._factors[number], len(self._ints), Layout((1, 1, 1), (0, 0, 0), self._dtype)
+        (own, f), at, one = self._wide[number], len(self._ints), Layout((1, 1, 1), (0, 0, 0), self._dtype)
         place, before = self._prefixes.get((m.first, number), (None, one))
         if place is not None:
             self._point(at, place)
-        self._point(at + FACTOR, number)
+        self._point(at + FACTOR, own)
         if need:
             self._point(at + 2 * FACTOR, self._first + 3 + number)
         if number > m.first:
             self._point(at + 2 * FACTOR + 3, -1 - self._reserve(self._sizes.groups * math.prod(before.shape[1:]) * self._dtype.itemsize))
         strides = (1, f.shape[1]) if is_turned else (f.shape[2], 1)
-        self._ints += [0, *self._factor(before), 0, *self._factor(f), 0, *strides, 0]
+        self._ints += [0, *before.strides, *before.shape[1:], 0, *f.strides, *f.shape[1:], 0, *strides, 0]
 
     def _memory(self, stage: Stage, length: int) -> int:
         """The place of what lies between two stages."""

@@ -22,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from fastkron_py.kron.cpu.layout import BFLOAT16, FACTOR, FORM, HEAD, SAME, SPLIT, STEP, SUM
+from fastkron_py.kron.cpu.layout import BFLOAT16, FORM, HEAD, SAME, SPLIT, STEP, SUM
 
 INDEX = ir.IntType(64)
 SINGLE, DOUBLE = types.CPointer(types.float32), types.CPointer(types.float64)
@@ -250,19 +250,6 @@ def _store(typing: Any, kind: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(kind, types.int64, kind.dtype), codegen
-
-
-@intrinsic
-def _load_16(typing: Any, kind: Any, address: Any, is_bfloat: Any) -> Any:
-    """An element of float16 or of bfloat16, widened."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.load(builder.inttoptr(args[1], ir.IntType(16).as_pointer()), align=2)
-        brain = builder.bitcast(builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-        half = builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
-        return _cast(builder.select(args[2], brain, half), builder, _scalar(kind))
-
-    return kind.dtype(kind, types.int64, types.boolean), codegen
 
 
 @intrinsic
@@ -551,35 +538,25 @@ def stage(p, kind):
         part = _claim(p, 0)
 
 
-@numba.njit(error_model="numpy")
-def _element(kind, address, offset, element):
-    """An element of a factor."""
-    if element:
-        return _load_16(kind, address + offset * 2, element == BFLOAT16)
-    return _load(kind, address + offset * _size(kind))
-
-
 def form(p, kind):
-    """Writes matrices, each the Kronecker product of two factors times a scalar, or of one with the scalar alone."""
+    """Writes matrices: a Kronecker product of two factors times a scalar, a factor times the scalar, or one of a half type, widened."""
     size = _size(kind)
     for m in range(p[0]):
         o = 1 + m * FORM
-        dst, groups, scale = p[o], p[o + 1], _scale(kind, p, o + 2)
-        a, ag, ap, aq, aP, aQ, a_kind = p[o + 3], p[o + 4], p[o + 5], p[o + 6], p[o + 7], p[o + 8], p[o + 9]
-        o += FACTOR
-        b, bg, bp, bq, bP, bQ, b_kind = p[o + 3], p[o + 4], p[o + 5], p[o + 6], p[o + 7], p[o + 8], p[o + 9]
-        is_copy = not a and bq == 1 and scale == 1
+        dst, groups, scale, b_kind = p[o], p[o + 1], _scale(kind, p, o + 2), p[o + 3]
+        a, ag, ap, aq, aP, aQ = p[o + 4], p[o + 5], p[o + 6], p[o + 7], p[o + 8], p[o + 9]
+        b, bg, bp, bq, bP, bQ = p[o + 10], p[o + 11], p[o + 12], p[o + 13], p[o + 14], p[o + 15]
         for g in range(groups):
-            if is_copy:
-                _read(kind, b + g * bg * (2 if b_kind else size), bp, bQ, dst, bP, 1, bQ, b_kind)
+            if b_kind:
+                _read(kind, b + g * bg * 2, bp, bq, dst, bP, bQ, 1, b_kind)
                 dst += bP * bQ * size
                 continue
             for i in range(aP):
                 for k in range(bP):
                     for j in range(aQ):
-                        e = scale * _element(kind, a, g * ag + i * ap + j * aq, a_kind) if a else scale
+                        e = scale * _load(kind, a + (g * ag + i * ap + j * aq) * size) if a else scale
                         for n in range(bQ):
-                            _store(kind, dst + n * size, e * _element(kind, b, g * bg + k * bp + n * bq, b_kind))
+                            _store(kind, dst + n * size, e * _load(kind, b + (g * bg + k * bp + n * bq) * size))
                         dst += bQ * size
 
 
@@ -594,27 +571,20 @@ def split(p, kind):
         tp, tq, factors = p[o + 6], p[o + 7], p[o + 8]
         o += SUM
         for _ in range(factors):
-            a, ag, ap, aq, A, B, a_kind = p[o], p[o + 1], p[o + 2], p[o + 3], p[o + 4], p[o + 5], p[o + 6]
-            f, fg, fp, fq, P, Q, f_kind = p[o + 7], p[o + 8], p[o + 9], p[o + 10], p[o + 11], p[o + 12], p[o + 13]
-            df, dp, dq, rest = p[o + 14], p[o + 15], p[o + 16], p[o + 17]
+            a, ag, ap, aq, A, B = p[o], p[o + 1], p[o + 2], p[o + 3], p[o + 4], p[o + 5]
+            f, fg, fp, fq, P, Q = p[o + 6], p[o + 7], p[o + 8], p[o + 9], p[o + 10], p[o + 11]
+            df, dp, dq, rest = p[o + 12], p[o + 13], p[o + 14], p[o + 15]
             for g in range(groups):
                 t = total + g * A * P * B * Q * size
-                if df and f_kind and not a and tp == dp and tq == dq:
-                    _round(kind, t, df + g * P * Q * 2, P * Q, P * Q, 1, 1, P * Q, f_kind)
-                elif df:
+                if df:
                     for k in range(P):
                         for n in range(Q):
                             value = _load(kind, scale) * 0
                             for i in range(A):
                                 for j in range(B):
                                     e = _load(kind, t + ((i * P + k) * tp + (j * Q + n) * tq) * size)
-                                    value += e * _element(kind, a, g * ag + i * ap + j * aq, a_kind) if a else e
-                            _store(kind, scale + size, value)
-                            place = g * P * Q + k * dp + n * dq
-                            if f_kind:
-                                _write_vector(kind, scale + size, df + place * 2, 1, f_kind)
-                            else:
-                                _store(kind, df + place * size, value)
+                                    value += e * _load(kind, a + (g * ag + i * ap + j * aq) * size) if a else e
+                            _store(kind, df + (g * P * Q + k * dp + n * dq) * size, value)
                 if rest:
                     for i in range(A):
                         for j in range(B):
@@ -622,7 +592,7 @@ def split(p, kind):
                             for k in range(P):
                                 for n in range(Q):
                                     e = _load(kind, t + ((i * P + k) * tp + (j * Q + n) * tq) * size)
-                                    value += e * _element(kind, f, g * fg + k * fp + n * fq, f_kind)
+                                    value += e * _load(kind, f + (g * fg + k * fp + n * fq) * size)
                             _store(kind, rest + (g * A * B + i * B + j) * size, value)
             total, tp, tq = rest, B, 1
             o += SPLIT

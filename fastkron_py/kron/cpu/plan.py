@@ -206,11 +206,6 @@ def _is_by_rows(sizes: Sizes, matrix: Matrix, count: int, after: int) -> bool:
     return after == 1 or (few and _step_cost(sizes, matrix, count, after, True) < _step_cost(sizes, matrix, count, after, False))
 
 
-def _widest(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> int:
-    """Elements of the widest operand, intermediate or result of matrices[first:last]."""
-    return max(_steps(sizes, matrices, first, last)[1], *_together(matrices[first:last]))
-
-
 def _parts(sizes: Sizes, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
     """Neighbours (first, last) that pass together: as many as have their intermediates in cache, and leave units for all threads."""
     parts, last = list[tuple[int, int]](), len(matrices)
@@ -223,7 +218,8 @@ def _parts(sizes: Sizes, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
 
 def _is_small(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
     columns = min(LIMITS.least_columns, sizes.columns * math.prod([min(m.p, m.q) for m in matrices[last:]]))
-    return _widest(sizes, matrices, first, last) * columns * sizes.itemsize <= (LIMITS.row_bytes if columns == 1 else LIMITS.buffer_bytes)
+    widest = max(_steps(sizes, matrices, first, last)[1], *_together(matrices[first:last]))
+    return widest * columns * sizes.itemsize <= (LIMITS.row_bytes if columns == 1 else LIMITS.buffer_bytes)
 
 
 def _has_units(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
