@@ -340,8 +340,7 @@ class Fused:
         for j, (step, m, need) in enumerate(zip(stage.steps, matrices, needs, strict=True)):
             if need:
                 self._ints[at + HEAD + STEP * j + 12] = first
-                is_turned = (step.by_rows or step.after * stage.columns == 1) and m.q < m.p
-                self._sums.append(_Sum(step.matrix, place - first * self._dtype.itemsize, parts, elements, is_turned))
+                self._sums.append(_Sum(step.matrix, place - first * self._dtype.itemsize, parts, elements, step.is_turned))
                 first += m.p * m.q
 
     def _write_split(self, wanted: Wanted) -> None:
@@ -405,7 +404,7 @@ class Fused:
         for step in stage.steps:
             m, (place, strides) = self._plan.matrices[step.matrix], self._matrices[step.matrix]
             self._point(len(self._ints), place)
-            self._ints += [0, *strides, m.p, m.q, step.before, step.after, 0, 0, 0, 0, -1, step.by_rows]
+            self._ints += [0, *strides, m.p, m.q, step.before, step.after, 0, 0, 0, 0, -1, step.by_rows, step.is_turned]
         return at
 
     def _write_operand(self, at: int, place: int, stage: Stage, length: int) -> None:

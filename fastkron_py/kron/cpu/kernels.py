@@ -407,19 +407,11 @@ def _step(kind, matrix, before, after, source, target, rows, columns, is_last, t
 
 
 @numba.njit(error_model="numpy")
-def _last_gradient(kind, P, Q, src, g, y, count, adds):
-    """Of the last mode: ``src[n, p] g[n, q]`` added up over n to ``y [P, Q]``, or to ``[Q, P]`` where P is the wider one."""
-    if Q < P:
-        _product(kind, g, 1, Q, src, P, y, P, Q, count, P, adds)
-    else:
-        _product(kind, src, 1, P, g, Q, y, Q, P, count, Q, adds)
-
-
-@numba.njit(error_model="numpy")
 def _gradient(kind, P, Q, before, after, src, src_row, g, g_row, y, rows, is_last, turned, adds):
-    """Of a step's factor, from what the step read and the gradient of what it wrote; written to y, or added to it.
+    """Of a step's factor, ``y [P, Q]``, from what the step read and the gradient of what it wrote; written to y, or added to it.
 
-    Both are ``[rows, before, P or Q, after]``, where after counts the columns, too. turned: as of the step.
+    Both are ``[rows, before, P or Q, after]``, where after counts the columns, too; the other way round, y is ``[Q, P]``.
+    turned: as of the step.
     """
     _stays_alone()
     size = _size(kind)
@@ -427,17 +419,17 @@ def _gradient(kind, P, Q, before, after, src, src_row, g, g_row, y, rows, is_las
         u, w = turned
         _turn(kind, P, after, (src, src_row, after, 1), (u, before * P * after, 1, P), rows, before)
         _turn(kind, Q, after, (g, g_row, after, 1), (w, before * Q * after, 1, Q), rows, before)
-        _last_gradient(kind, P, Q, u, w, y, rows * before * after, adds)
+        _product(kind, u, 1, P, w, Q, y, Q, P, rows * before * after, Q, adds)
     elif not is_last:
         for i in range(0, P, DOTS[0]):
             for j in range(0, Q, DOTS[1]):
                 u, w, z = src + i * after * size, g + j * after * size, y + (i * Q + j) * size
                 _dots(kind, u, src_row, P * after, after, w, g_row, Q * after, after, z, Q, P - i, Q - j, rows, before, after, adds)
     elif rows == 1 or (src_row == before * P and g_row == before * Q):
-        _last_gradient(kind, P, Q, src, g, y, rows * before, adds)
+        _product(kind, src, 1, P, g, Q, y, Q, P, rows * before, Q, adds)
     else:
         for row in range(rows):
-            _last_gradient(kind, P, Q, src + row * src_row * size, g + row * g_row * size, y, before, adds or row > 0)
+            _product(kind, src + row * src_row * size, 1, P, g + row * g_row * size, Q, y, Q, P, before, Q, adds or row > 0)
 
 
 @numba.njit(error_model="numpy")
@@ -522,10 +514,11 @@ def stage(p, kind):
                     turned = operand * p[o + 13], product * p[o + 13]
                     if p[o + 12] >= 0:
                         v, v_row = (given[0], given[1]) if i == 0 else (first + i * buffer, before * P * after * columns)
+                        w, w_row, A, B = source[0], source[1], P, Q
+                        if p[o + 14]:
+                            v, v_row, w, w_row, A, B = w, w_row, v, v_row, Q, P
                         z, adds = sums + p[o + 12] * size, unit > begin
-                        _gradient(
-                            kind, P, Q, before, after * columns, v, v_row, source[0], source[1], z, rows, after * R == 1, turned, adds
-                        )
+                        _gradient(kind, A, B, before, after * columns, v, v_row, w, w_row, z, rows, after * R == 1, turned, adds)
                     if p[o + 8] == 0:
                         break
                     matrix = p[o + 8] + group * p[o + 9] * size, p[o + 10], p[o + 11], Q, P

@@ -18,7 +18,8 @@
 
 A step is a matrix: its address, strides of groups, P and Q, sizes P and Q, and the elements before and after its mode. For gradients there
 follow the matrix transposed (address, strides of groups, Q and P; an address of 0 ends the way back), and where the gradient's sum begins
-among the elements of a part, or -1 if it is not wanted. Last comes whether the matrix's rows are its vectors though elements follow.
+among the elements of a part, or -1 if it is not wanted. Last come whether the matrix's rows are its vectors though elements follow, and
+whether the gradient is ``[Q, P]``.
 
 `kernels.form` takes the number of matrices that it writes. Each has its address, groups, the bits of its scale, the kind of the second
 factor's elements, and two factors: address, strides of groups, P and Q, sizes P and Q. An address is 0 where the factor is a 1.
@@ -34,7 +35,7 @@ from __future__ import annotations
 from typing import Final
 
 HEAD: Final = 34
-STEP: Final = 14
+STEP: Final = 15
 FACTOR: Final = 6
 FORM: Final = 4 + 2 * FACTOR
 SUM: Final = 9

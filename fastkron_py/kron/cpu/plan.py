@@ -104,12 +104,14 @@ class Step(NamedTuple):
         before: elements.
         after: elements.
         by_rows: whether the matrix's rows are vectors, and not the few elements of after, which are turned for that.
+        is_turned: whether the gradient is computed as ``[Q, P]``.
     """
 
     matrix: int
     before: int
     after: int
     by_rows: bool
+    is_turned: bool
 
 
 class Stage(NamedTuple):
@@ -192,7 +194,9 @@ def _steps(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     for i in in_order([(m.p, m.q) for m in matrices[first:last]]):
         i += first
         before, after = math.prod(now[: i - first]), math.prod(now[i - first + 1 :])
-        step = Step(i, before, after, after * columns > 1 and _is_by_rows(sizes, matrices[i], rows * before, after * columns))
+        by_rows = _is_by_rows(sizes, matrices[i], rows * before, after * columns)
+        is_turned = _is_turned(sizes, matrices[i], rows * before * after * columns if by_rows else 0)
+        step = Step(i, before, after, by_rows and after * columns > 1, is_turned)
         work += step.before * step.after * matrices[i].p * matrices[i].q
         now[i - first] = matrices[i].q
         widest = max(widest, math.prod(now) if i != first else 0)
@@ -214,6 +218,14 @@ def _parts(sizes: Sizes, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
             parts.append((i + 1, last))
             last = i + 1
     return [*parts, (0, last)][::-1]
+
+
+def _is_turned(sizes: Sizes, matrix: Matrix, terms: int) -> bool:
+    """Whether a gradient is computed as ``[Q, P]``: as the factor lies, if products of so many terms do not tell otherwise; 0 for dots."""
+    (p, q), half = matrix[2:], VECTOR // sizes.itemsize // 2
+    as_it_is, turned = _product_cost(p, terms, q, half), _product_cost(q, terms, p, half)
+    copy = COSTS.copy * p * q * (-1 if sizes.is_copied else 1)
+    return turned + copy < as_it_is if terms else sizes.is_copied
 
 
 def _is_small(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
