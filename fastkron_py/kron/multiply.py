@@ -170,12 +170,12 @@ class Multiply(NamedTuple):
                 return small(*given)
             (x, *matrices), z, (alpha, beta) = given[: count + 1], given[count + 1 : -2], given[-2:]
             if kernel is not None:
-                y = fused.fused(x_layout, layouts, alpha != 1, torch.get_num_threads())(kernel, x, matrices, alpha)
+                y = fused.fused(x_layout, layouts, alpha != 1, torch.get_num_threads())(kernel, x, matrices, alpha, shape)
             else:
                 x, *matrices = [t.as_strided(v.shape, v.strides) for t, v in zip((x, *matrices), (x_layout, *layouts), strict=True)]
                 with torch_products(x, precision):
-                    y = torch_backend.by_torch(x, matrices, alpha)
-            return torch_steps.scaled(y.view(shape), z[0] if z else None, 1, beta)
+                    y = torch_backend.by_torch(x, matrices, alpha).view(shape)
+            return torch_steps.scaled(y, z[0], 1, beta) if z else y
 
         operands = given if z is None else (*given, z)
         made: Tensor = build.call(multiply, operands, describe(shape, x.dtype), scalars=self._scalars)
@@ -240,7 +240,7 @@ class Multiply(NamedTuple):
         dy_layout, x_layout, *layouts = (Layout.of(t) for t in operands)
         kernel_key = x_layout, tuple(layouts), False
         kernel_wanted, itemsize = fused.Wanted(dy_layout, need_x, tuple(need_factors)), max(4, x.element_size())
-        takes = build.device.type == "cpu" and any(need_factors) and fused.takes(problem.x, problem.factors)
+        takes = build.device.type == "cpu" and any(need_factors) and fused.takes(problem.x, problem.factors, is_gradient=True)
         form = Canonical(describe((0,), x.dtype), [], problem.batch, problem.factor_batch, left)
 
         def by_torch(dy: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
@@ -296,7 +296,7 @@ def small_product(
     is_one_product = count == 1 and not backward and is_native  # whose result is all the memory that it takes
     if not (is_one_product or torch_steps.is_small(shapes, rows * columns)):
         return None
-    has_kernel = backward and build.device.type == "cpu" and compiled.is_installed() and fused.takes(x, [f[None] for f in factors])
+    has_kernel = backward and build.device.type == "cpu" and compiled.is_installed() and fused.takes(x, factors, is_gradient=True)
     if has_kernel and not torch_steps.is_least(shapes, rows * columns):
         return None
     multiply_small = torch_steps.small_multiply(shapes, rows, columns, shape, left)

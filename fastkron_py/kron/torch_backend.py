@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.cpu import fused
+from fastkron_py.kron.cpu.plan import LIMITS
 from fastkron_py.kron.torch_steps import Step, matrix_gradient, mode_product, multiplied_out, ready, split, steps_of
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.tiling.torch_products import product_dtype, sum_dtype
@@ -23,7 +24,7 @@ from fastkron_py.tiling.torch_products import product_dtype, sum_dtype
 def _prepared(x: Tensor, factors: Sequence[Tensor]) -> tuple[Sequence[Step], list[Tensor]]:
     """The steps, and the matrix of each, ``[B, P, Q]``: of x's dtype, or of float32 for half types that the CPU does not multiply."""
     steps = steps_of(tuple([(f.shape[1], f.shape[2]) for f in factors]))
-    is_wide = all([s.p * s.q >= WIDE for s in steps])
+    is_wide = all([s.p * s.q >= LIMITS.bfloat16_elements for s in steps])
     dtype = product_dtype(x) if is_wide or not x.is_cpu else torch.float32 if x.dtype in HALF_DTYPES else x.dtype
     runs = [factors[s.first : s.last] for s in steps]
     return steps, [ready(r[0], dtype) if len(r) == 1 else multiplied_out([f.to(dtype) for f in r]).contiguous() for r in runs]
@@ -159,7 +160,6 @@ CHUNK_BYTES: Final = 1 << 20  # of one intermediate, for each thread: much less,
 CHUNK_BYTES_OTHER: Final = 1 << 26  # on other devices, where chunks only bound the memory
 CHUNK_BYTES_OTHER_LEAST: Final = 1 << 22
 LEAST_COLUMNS: Final = 64
-WIDE: Final = 1 << 14  # elements of a matrix, from which bfloat16 is multiplied as it is, where the CPU does that
 
 
 class Chunk(NamedTuple):

@@ -409,6 +409,7 @@ class _Straight:
             places.append(self._tensors[view.source if is_whole else view])
         operands = picker(places)
         numbers = [(s.index, None) if isinstance(s, Scalar) else (None, s) for s in step.scalars]
+        constants = tuple([number for _, number in numbers]) if not any([isinstance(s, Scalar) for s in step.scalars]) else None
         for number in step.results or ():
             self._add(number)
 
@@ -417,7 +418,9 @@ class _Straight:
                 t = tensors[source]
                 tensors.append(t.as_strided(shape, strides, t.storage_offset() + offset) if offset else t.as_strided(shape, strides))
             given = operands(tensors)
-            if numbers:
+            if constants is not None:
+                given += constants
+            else:
                 given += tuple([number if index is None else scalars[index] for index, number in numbers])
             found = function(*given)
             if has_results:
@@ -489,7 +492,7 @@ class _Straight:
                 if offsets:
                     slots += map(slots[-1].__add__, offsets)
             else:
-                slots = [*tensors, *_parts(pool, tensors[-1])]
+                slots = [*tensors, *_parts(pool, tensors[-1])] if offsets else [*tensors]
             for launch, function, rest in ops:
                 if launch is None:
                     function(slots, tensors, scalars)

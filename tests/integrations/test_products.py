@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, parts, products
 from fastkron_py.integrations.gpytorch.operators import KroneckerTriangularLinearOperator
+from fastkron_py.kron.cpu import compiled
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # linear_operator's own
@@ -132,10 +133,13 @@ def check_products(operator: KroneckerLinearOperator, reference: Tensor, dtype: 
 
 
 @pytest.mark.parametrize("dtype", GRADIENT)
-@pytest.mark.parametrize("few", [products.FEW_COLUMNS, 0])
-def test_bilinear_derivative(few: int, dtype: torch.dtype, place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few columns take a loop over the factors on a CPU; more, and all on a GPU, the fused backward pass."""
-    monkeypatch.setattr(products, "FEW_COLUMNS", few)
+@pytest.mark.parametrize("way", ["as it is", "loop", "torch"])
+def test_bilinear_derivative(way: str, dtype: torch.dtype, place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few columns take a loop over the factors on a CPU without the kernel; more, and all on a GPU, the fused backward pass."""
+    if way != "as it is":
+        monkeypatch.setattr(compiled, "kernel", lambda itemsize: None)
+    if way == "torch":
+        monkeypatch.setattr(products, "FEW_COLUMNS", 0)
     for name in MIXES:
         with told(name):
             check_derivative(*make(name, dtype, place), dtype, place)

@@ -15,12 +15,12 @@ from torch import Tensor
 from fastkron_py.kron.cpu import compiled
 from fastkron_py.kron.cpu.compiled import Kernel
 from fastkron_py.kron.cpu.layout import BFLOAT16, FACTOR, HALF, HEAD, SAME, STEP
-from fastkron_py.kron.cpu.plan import THREAD_WORK, Matrix, Sizes, Stage, plan, turns_columns
+from fastkron_py.kron.cpu.plan import LIMITS, Matrix, Sizes, Stage, plan
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.program import bits
+from fastkron_py.runtime.torch_internals import multiplies_bfloat16
 
 KINDS: Final = {torch.float32: SAME, torch.float64: SAME, torch.float16: HALF, torch.bfloat16: BFLOAT16}
-LARGE: Final = 1 << 18  # elements of a factor by which torch's products are faster
 PARTS: Final = 64  # at most, but for the threads, whose sums of gradients are added up at the end, as far as those take less than x
 KEPT_BYTES: Final = 1 << 26  # of scratch memory that a thread keeps: the system clears new pages, which takes as long as the products
 _ALIGNMENT: Final = 64
@@ -41,12 +41,20 @@ class Layout(NamedTuple):
         return cls(tuple(t.shape), t.stride(), t.dtype)
 
 
-def takes(x: Tensor, factors: Sequence[Tensor]) -> bool:
-    """Whether the kernel multiplies operands like these, in canonical form: real ones, by no large factor, which torch's BLAS packs."""
+def takes(x: Tensor, factors: Sequence[Tensor], is_gradient: bool = False) -> bool:
+    """Whether the kernel takes operands like these: real ones, and no large factor, which torch's BLAS packs.
+
+    Of products, if the rows of factors are contiguous, no copy of one is made, and larger ones are taken. bfloat16 by wide factors alone is
+    torch's where the CPU has instructions for it.
+    """
     if x.dtype not in KINDS or min(x.numel(), *[f.numel() for f in factors]) == 0:
         return False
     allowed = (torch.float64,) if x.dtype == torch.float64 else (torch.float32, *HALF_DTYPES)
-    return all([f.dtype in allowed for f in factors]) and max([f.shape[1] * f.shape[2] for f in factors]) <= LARGE
+    elements = [f.shape[-2] * f.shape[-1] for f in factors if f.shape[-2:] != (1, 1)] or [1]
+    if x.dtype == torch.bfloat16 and min(elements) >= LIMITS.bfloat16_elements and multiplies_bfloat16():
+        return False
+    is_copied = is_gradient or any([f.stride(-1) != 1 for f in factors])
+    return all([f.dtype in allowed for f in factors]) and max(elements) <= (LIMITS.copied_elements if is_copied else LIMITS.factor_elements)
 
 
 class Wanted(NamedTuple):
@@ -96,36 +104,6 @@ def _is_read(x: Layout, stage: Stage) -> bool:
     return (stage.rows == rows or rows == 1 or row == length * k) and (stage.columns == columns or k == columns)
 
 
-class _Operand(NamedTuple):
-    """x or dy: what is given, what the kernel reads, and whether that is a copy, in which columns may have become rows."""
-
-    given: Layout
-    read: Layout
-    is_turned: bool
-    is_copied: bool
-
-    @classmethod
-    def of(cls, given: Layout, stage: Stage, is_turned: bool) -> _Operand:
-        """For the stage that reads it."""
-        groups, rows, length, columns = given.shape
-        is_copied = is_turned or not _is_read(given, stage)
-        shape = (groups, rows * columns, length, 1) if is_turned else given.shape
-        return cls(given, _contiguous(shape, given.dtype) if is_copied else given, is_turned, is_copied)
-
-    def ready(self, t: Tensor) -> Tensor:
-        """The tensor that the kernel reads."""
-        if not self.is_copied:
-            return t
-        t = t.as_strided(self.given.shape, self.given.strides)
-        return (t.transpose(2, 3) if self.is_turned else t).contiguous()
-
-    def turned_back(self, y: Tensor) -> Tensor:
-        """A result with the columns of what was given."""
-        if not self.is_turned:
-            return y
-        return y.view(*self.given.shape[:2], self.given.shape[3], -1).transpose(2, 3).contiguous()
-
-
 class _Sum(NamedTuple):
     """The gradient of a matrix, in parts: their place, number, and elements of all matrices in each; turned, it is ``[Q, P]``."""
 
@@ -153,24 +131,26 @@ class Fused:
         self._dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         shapes = tuple([(f.shape[1], f.shape[2]) for f in factors])
         is_copied = any([f.strides[2] != 1 for f in factors])
-        sizes = Sizes(shapes, groups, rows, columns, self._dtype.itemsize, threads, wanted is not None, is_copied)
-        is_turned = turns_columns(sizes)
-        rows, columns = (rows * columns, 1) if is_turned else (rows, columns)
-        self._sizes = sizes._replace(rows=rows, columns=columns)
+        self._sizes = Sizes(shapes, groups, rows, columns, self._dtype.itemsize, threads, wanted is not None, is_copied)
         self._plan, self._factors, self._wanted = plan(self._sizes), factors, wanted
         stages = self._plan.stages
-        self._x = _Operand.of(x, stages[0], is_turned)
-        self._dy = None if wanted is None else _Operand.of(wanted.dy, stages[-1], is_turned)
         self._shape = (groups, rows, math.prod([p if wanted else q for p, q in shapes]), columns)
         self._first = len(factors)  # the number of x; that of the result follows, and that of dy
-        self._layouts = {self._first: self._x.read, self._first + 1: _contiguous(self._shape, x.dtype)}
-        if self._dy is not None:
-            self._layouts[self._first + 2] = self._dy.read
+        self._layouts = {self._first: x, self._first + 1: _contiguous(self._shape, x.dtype)}
+        if wanted is not None:
+            self._layouts[self._first + 2] = wanted.dy
+        self._copied = dict[int, Layout]()  # of x and dy those that are, by number
+        for number, stage in ((self._first, stages[0]), (self._first + 2, stages[-1])):
+            given = self._layouts.get(number)
+            if given is not None and not _is_read(given, stage):
+                self._copied[number], self._layouts[number] = given, _contiguous(given.shape, given.dtype)
         self._nbytes, self._ints = 0, [0]
         self._scratch, self._given = list[tuple[int, int]](), list[tuple[int, int]]()  # (integer, offset), (integer, number)
         self._alpha: int | None = None  # where its bits are
         self._matrices: list[tuple[int, tuple[int, ...]]] = []  # of each: its number, or less than 0 its offset - 1; strides
         self._prefixes = dict[tuple[int, int], tuple[int, Layout]]()  # products of factors[first:number], by place
+        # Factors by place; those of a half type are widened first.
+        self._wide = [(i, f) if f.dtype == self._dtype else self._write_product(None, (i, f), False) for i, f in enumerate(factors)]
         self._write_matrices(is_scaled)
         self._transposed = [] if wanted is None else [self._write_transposed(i) for i in range(len(self._matrices))]
         self._runs = list[tuple[int, bool]]()  # where the integers of each stage begin, and whether threads share it
@@ -184,7 +164,7 @@ class Fused:
         self._template = (ctypes.c_int64 * len(self._ints))(*self._ints)
         self._kind = type(self._template)
 
-    def __call__(self, kernel: Kernel, x: Tensor, factors: Sequence[Tensor], alpha: float) -> Tensor:
+    def __call__(self, kernel: Kernel, x: Tensor, factors: Sequence[Tensor], alpha: float, shape: tuple[int, ...] | None = None) -> Tensor:
         """The product, contiguous.
 
         Args:
@@ -192,10 +172,11 @@ class Fused:
             x: of whose shape only the layout that was planned for counts.
             factors: likewise.
             alpha: scales the product.
+            shape: of the result, if it is another one than ``[B, L, N, R]``.
         """
-        y = x.new_empty(self._shape)
-        self._run(kernel, (*factors, self._x.ready(x), y), alpha)
-        return self._x.turned_back(y)
+        y = x.new_empty(self._shape if shape is None else shape)
+        self._run(kernel, [*factors, x, y], alpha)
+        return y
 
     def gradients(
         self, kernel: Kernel, dy: Tensor, x: Tensor, factors: Sequence[Tensor], alpha: float
@@ -209,21 +190,23 @@ class Fused:
             factors: likewise.
             alpha: scales the product.
         """
-        wanted, dy_operand = self._wanted, self._dy
-        if wanted is None or dy_operand is None:
+        if self._wanted is None:
             raise ValueError("expected a program of gradients; got that of a product")
-        dx = x.new_empty(self._shape if wanted.x else (0,))
+        dx = x.new_empty(self._shape if self._wanted.x else (0,))
         dfs: list[Tensor | None] = [None] * len(factors)
         for i, (shape, is_turned) in self._gradients.items():
-            df = factors[i].new_empty(shape)
+            df = factors[i].new_empty(shape, dtype=self._dtype)
             dfs[i] = df.mT if is_turned else df
-        self._run(kernel, (*factors, self._x.ready(x), dx, dy_operand.ready(dy), *[x if df is None else df for df in dfs]), alpha)
-        if not wanted.x:
+        self._run(kernel, [*factors, x, dx, dy, *[x if df is None else df for df in dfs]], alpha)
+        dfs = [None if df is None else df.to(f.dtype) for df, f in zip(dfs, factors, strict=True)]
+        if not self._wanted.x:
             return None, dfs
-        return self._x.turned_back(dx if alpha == 1 else dx.mul_(alpha)), dfs
+        return dx if alpha == 1 else dx.mul_(alpha), dfs
 
-    def _run(self, kernel: Kernel, given: Sequence[Tensor], alpha: float) -> None:
+    def _run(self, kernel: Kernel, given: list[Tensor], alpha: float) -> None:
         """Run the stages on operands by number."""
+        for number, layout in self._copied.items():
+            given[number] = given[number].as_strided(layout.shape, layout.strides).contiguous()
         ints = self._kind.from_buffer_copy(self._template)
         if self._nbytes:
             scratch = _scratch(self._nbytes)
@@ -259,13 +242,13 @@ class Fused:
         (self._given if place >= 0 else self._scratch).append((integer, place if place >= 0 else -1 - place))
 
     def _write_matrices(self, is_scaled: bool) -> None:
-        """Those that are products, scaled, of another dtype, or with columns that lie apart: copied first."""
+        """Those that are products, scaled, or with columns that lie apart: copied first."""
         matrices = self._plan.matrices
         smallest = min(range(len(matrices)), key=lambda i: matrices[i].p * matrices[i].q)
         for i, m in enumerate(matrices):
-            scales, f = is_scaled and i == smallest, self._factors[m.first]
-            is_direct = m.last == m.first + 1 and f.dtype == self._dtype and not scales and (f.strides[2] == 1 or not self._has_rows(i))
-            self._matrices.append((m.first, f.strides) if is_direct else self._write_form(m.first, m.last, scales))
+            scales, (place, f) = is_scaled and i == smallest, self._wide[m.first]
+            is_direct = m.last == m.first + 1 and not scales and (f.strides[2] == 1 or not self._has_rows(i))
+            self._matrices.append((place, f.strides) if is_direct else self._write_form(m.first, m.last, scales))
 
     def _has_rows(self, i: int) -> bool:
         """Whether a matrix's rows are vectors: it may have the mode that nothing follows in memory, or few elements follow."""
@@ -284,13 +267,13 @@ class Fused:
 
     def _write_form(self, first: int, last: int, scales: bool) -> tuple[int, tuple[int, ...]]:
         """The product of factors, one after the other."""
-        found = None if last == first + 1 else (first, self._factors[first])
-        for number in range(first if found is None else first + 1, last):
-            if found is not None:
-                self._prefixes[first, number] = found
-            found = self._write_product(found, (number, self._factors[number]), scales and number == last - 1)
-        place, layout = found or (first, self._factors[first])
-        return place, layout.strides
+        found = self._wide[first]
+        if last == first + 1:
+            found = self._write_product(None, found, scales)
+        for number in range(first + 1, last):
+            self._prefixes[first, number] = found
+            found = self._write_product(found, self._wide[number], scales and number == last - 1)
+        return found[0], found[1].strides
 
     def _write_product(self, a: tuple[int, Layout] | None, b: tuple[int, Layout], scales: bool) -> tuple[int, Layout]:
         """The product of two matrices, each by its place, or a copy of one; its place and layout."""
@@ -299,18 +282,16 @@ class Fused:
         groups = 1 if f.strides[0] == 0 and layout.strides[0] == 0 else self._sizes.groups
         p, q = layout.shape[1] * f.shape[1], layout.shape[2] * f.shape[2]
         offset = self._reserve(groups * p * q * self._dtype.itemsize)
-        self._ints += [0, groups, bits(1.0), 0, *self._factor(layout), 0, *self._factor(f)]
+        kind = SAME if f.dtype == self._dtype else KINDS[f.dtype]
+        self._ints += [0, groups, bits(1.0), kind, 0, *layout.strides, *layout.shape[1:], 0, *f.strides, *f.shape[1:]]
         self._point(start, -1 - offset)
-        self._point(start + 3 + FACTOR, number)
+        self._point(start + 4 + FACTOR, number)
         if a is not None:
-            self._point(start + 3, place)
+            self._point(start + 4, place)
         self._ints[0] += 1
         if scales:
             self._alpha = start + 2
         return -1 - offset, Layout((groups, p, q), (p * q if groups > 1 else 0, q, 1), self._dtype)
-
-    def _factor(self, f: Layout) -> list[int]:
-        return [*f.strides, *f.shape[1:], SAME if f.dtype == self._dtype else KINDS[f.dtype]]
 
     def _write_products(self, stages: Sequence[Stage], result: int | None) -> list[int]:
         """Stages of products from x; returns the places of what each reads, and of what the last one writes: the result, or new memory."""
@@ -359,8 +340,7 @@ class Fused:
         for j, (step, m, need) in enumerate(zip(stage.steps, matrices, needs, strict=True)):
             if need:
                 self._ints[at + HEAD + STEP * j + 12] = first
-                is_turned = step.after * stage.columns == 1 and m.q < m.p
-                self._sums.append(_Sum(step.matrix, place - first * self._dtype.itemsize, parts, elements, is_turned))
+                self._sums.append(_Sum(step.matrix, place - first * self._dtype.itemsize, parts, elements, step.is_turned))
                 first += m.p * m.q
 
     def _write_split(self, wanted: Wanted) -> None:
@@ -368,10 +348,10 @@ class Fused:
         self._split, groups, itemsize = len(self._ints), self._sizes.groups, self._dtype.itemsize
         self._alpha = self._split + 1
         self._ints += [len(self._sums), bits(1.0), 0]
-        self._point(self._split + 2, -1 - self._reserve(2 * itemsize))
+        self._point(self._split + 2, -1 - self._reserve(itemsize))
         for found in self._sums:
             m, at = self._plan.matrices[found.matrix], len(self._ints)
-            is_written = m.last == m.first + 1 and self._factors[m.first].dtype == self._dtype  # as the factor's gradient
+            is_written = m.last == m.first + 1  # as the factor's gradient
             self._point(at, self._first + 3 + m.first if is_written else -1 - self._reserve(groups * m.p * m.q * itemsize))
             self._point(at + 1, found.place)
             strides = (1, m.p) if found.is_turned else (m.q, 1)
@@ -384,17 +364,17 @@ class Fused:
                     self._write_split_factor(m, number, found.is_turned, wanted.factors[number])
 
     def _write_split_factor(self, m: Matrix, number: int, is_turned: bool, need: bool) -> None:
-        f, at, one = self._factors[number], len(self._ints), Layout((1, 1, 1), (0, 0, 0), self._dtype)
+        (own, f), at, one = self._wide[number], len(self._ints), Layout((1, 1, 1), (0, 0, 0), self._dtype)
         place, before = self._prefixes.get((m.first, number), (None, one))
         if place is not None:
             self._point(at, place)
-        self._point(at + FACTOR, number)
+        self._point(at + FACTOR, own)
         if need:
             self._point(at + 2 * FACTOR, self._first + 3 + number)
         if number > m.first:
             self._point(at + 2 * FACTOR + 3, -1 - self._reserve(self._sizes.groups * math.prod(before.shape[1:]) * self._dtype.itemsize))
         strides = (1, f.shape[1]) if is_turned else (f.shape[2], 1)
-        self._ints += [0, *self._factor(before), 0, *self._factor(f), 0, *strides, 0]
+        self._ints += [0, *before.strides, *before.shape[1:], 0, *f.strides, *f.shape[1:], 0, *strides, 0]
 
     def _memory(self, stage: Stage, length: int) -> int:
         """The place of what lies between two stages."""
@@ -402,27 +382,29 @@ class Fused:
 
     def _is_strided(self) -> bool:
         """Whether x or dy is read with gaps between its elements."""
-        read = [self._x.read] + ([] if self._dy is None else [self._dy.read])
+        read = [layout for number, layout in self._layouts.items() if number != self._first + 1]
         return any([t.strides[1:] != _contiguous(t.shape, t.dtype).strides[1:] for t in read])
 
     def _write_stage(self, stage: Stage, source: int, taken: int, slots: int) -> int:
         """The integers of a stage, by what it reads, the steps that it takes, and a thread's buffers; returns where they begin."""
-        at, is_shared = len(self._ints), stage.work >= THREAD_WORK
-        self._runs.append((at, is_shared))
+        at = len(self._ints)
+        self._runs.append((at, stage.is_shared))
         chunks = -(-stage.columns // stage.unit_columns)
         units = -(-stage.rows // stage.unit_rows) * chunks
         is_cut = self._wanted is not None and (chunks > 1 or self._is_strided())  # so that a gradient's operands are copied
-        is_direct = len(stage.steps) == 1 and KINDS[self._x.given.dtype] == SAME and not (is_cut or stage.steps[0].by_rows)  # by no buffer
+        is_direct = (
+            len(stage.steps) == 1 and KINDS[self._layouts[self._first].dtype] == SAME and not (is_cut or stage.steps[0].by_rows)
+        )  # by no buffer
         buffer = 0 if is_direct else -(-stage.buffer * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         sizes = [stage.rows, stage.columns, stage.length, stage.width, stage.unit_rows, stage.unit_columns]
         counts = [self._sizes.groups, units, units, chunks, len(stage.steps), taken]
         self._ints += [*[0] * 12, *sizes, *counts, 0, buffer, slots, *[0] * 7]
-        self._point(at + 24, -1 - self._reserve((slots + 1) * buffer * (self._sizes.threads if is_shared else 1)))
+        self._point(at + 24, -1 - self._reserve((slots + 2) * buffer * (self._sizes.threads if stage.is_shared else 1)))
         self._write_operand(at + 2, source, stage, stage.length)
         for step in stage.steps:
             m, (place, strides) = self._plan.matrices[step.matrix], self._matrices[step.matrix]
             self._point(len(self._ints), place)
-            self._ints += [0, *strides, m.p, m.q, step.before, step.after, 0, 0, 0, 0, -1, step.by_rows]
+            self._ints += [0, *strides, m.p, m.q, step.before, step.after, 0, 0, 0, 0, -1, step.by_rows, step.is_turned]
         return at
 
     def _write_operand(self, at: int, place: int, stage: Stage, length: int) -> None:

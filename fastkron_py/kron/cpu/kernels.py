@@ -22,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from fastkron_py.kron.cpu.layout import BFLOAT16, FACTOR, FORM, HEAD, SAME, SPLIT, STEP, SUM
+from fastkron_py.kron.cpu.layout import BFLOAT16, FORM, HEAD, SAME, SPLIT, STEP, SUM
 
 INDEX = ir.IntType(64)
 SINGLE, DOUBLE = types.CPointer(types.float32), types.CPointer(types.float64)
@@ -253,19 +253,6 @@ def _store(typing: Any, kind: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _load_16(typing: Any, kind: Any, address: Any, is_bfloat: Any) -> Any:
-    """An element of float16 or of bfloat16, widened."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.load(builder.inttoptr(args[1], ir.IntType(16).as_pointer()), align=2)
-        brain = builder.bitcast(builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-        half = builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
-        return _cast(builder.select(args[2], brain, half), builder, _scalar(kind))
-
-    return kind.dtype(kind, types.int64, types.boolean), codegen
-
-
-@intrinsic
 def _read_vector(typing: Any, kind: Any, source: Any, target: Any, width: Any, element: Any) -> Any:
     """Copies the first width elements of a vector; those of a half type are widened."""
 
@@ -373,13 +360,30 @@ def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
 
 
 @numba.njit(error_model="numpy")
+def _turn(kind, many, few, source, target, rows, before):
+    """Copies a mode and the few elements that follow it, ``[rows, before, many, few]``.
+
+    source, target: address, strides of rows, of the many and of the few.
+    """
+    size, (src, src_row, src_many, src_few), (dst, dst_row, dst_many, dst_few) = _size(kind), source, target
+    for row in range(rows):
+        for b in range(before):
+            for i in range(few):
+                u = src + (row * src_row + b * many * few + i * src_few) * size
+                w = dst + (row * dst_row + b * many * few + i * dst_few) * size
+                for _ in range(many):
+                    _store(kind, w, _load(kind, u))
+                    u, w = u + src_many * size, w + dst_many * size
+
+
+@numba.njit(error_model="numpy")
 def _step(kind, matrix, before, after, source, target, rows, columns, is_last, turned):
     """A matrix on its mode of rows ``[before, P, after, columns]``.
 
     matrix: address, strides of P and Q, and P and Q.
     source, target: address, strides of rows and of the elements of a row.
     is_last: whether no elements follow those of the mode, in x as a whole, not only in a unit of one column.
-    turned: 0, or scratch memory for products by the matrix's rows, where few elements follow.
+    turned: scratch memory of operand and result, for products by the matrix's rows where few elements follow; or zeros.
     """
     size, (f, fp, fq, P, Q), (src, src_row, src_k), (dst, dst_row, dst_k) = _size(kind), matrix, source, target
     if is_last:
@@ -388,48 +392,44 @@ def _step(kind, matrix, before, after, source, target, rows, columns, is_last, t
         else:
             for row in range(rows):
                 _product(kind, src + row * src_row * size, P, 1, f, fp, dst + row * dst_row * size, Q, before, P, Q, False)
-        return
-    pieces, width = (1, after * columns) if src_k == columns and dst_k == columns else (after, columns)
-    for row in range(rows):
-        for b in range(before):
-            u, w = src + (row * src_row + b * P * after * src_k) * size, dst + (row * dst_row + b * Q * after * dst_k) * size
-            if turned:
-                _product(kind, u, 1, width, f, fp, turned, Q, width, P, Q, False)
-                for q in range(Q):
-                    for a in range(width):
-                        _store(kind, w + (q * width + a) * size, _load(kind, turned + (a * Q + q) * size))
-                continue
-            for a in range(pieces):
-                _product(kind, f, fq, fp, u + a * src_k * size, after * src_k, w + a * dst_k * size, after * dst_k, Q, P, width, False)
-
-
-@numba.njit(error_model="numpy")
-def _last_gradient(kind, P, Q, src, g, y, count, adds):
-    """Of the last mode: ``src[n, p] g[n, q]`` added up over n to ``y [P, Q]``, or to ``[Q, P]`` where P is the wider one."""
-    if Q < P:
-        _product(kind, g, 1, Q, src, P, y, P, Q, count, P, adds)
+    elif turned[0]:
+        (u, w), few = turned, after * columns
+        _turn(kind, P, few, (src, src_row, few, 1), (u, before * P * few, 1, P), rows, before)
+        _product(kind, u, P, 1, f, fp, w, Q, rows * before * few, P, Q, False)
+        _turn(kind, Q, few, (w, before * Q * few, 1, Q), (dst, dst_row, few, 1), rows, before)
     else:
-        _product(kind, src, 1, P, g, Q, y, Q, P, count, Q, adds)
+        pieces, width = (1, after * columns) if src_k == columns and dst_k == columns else (after, columns)
+        for row in range(rows):
+            for b in range(before):
+                u, w = src + (row * src_row + b * P * after * src_k) * size, dst + (row * dst_row + b * Q * after * dst_k) * size
+                for a in range(pieces):
+                    _product(kind, f, fq, fp, u + a * src_k * size, after * src_k, w + a * dst_k * size, after * dst_k, Q, P, width, False)
 
 
 @numba.njit(error_model="numpy")
-def _gradient(kind, P, Q, before, after, src, src_row, g, g_row, y, rows, is_last, adds):
-    """Of a step's factor, from what the step read and the gradient of what it wrote; written to y, or added to it.
+def _gradient(kind, P, Q, before, after, src, src_row, g, g_row, y, rows, is_last, turned, adds):
+    """Of a step's factor, ``y [P, Q]``, from what the step read and the gradient of what it wrote; written to y, or added to it.
 
-    Both are ``[rows, before, P or Q, after]``, where after counts the columns, too.
+    Both are ``[rows, before, P or Q, after]``, where after counts the columns, too; the other way round, y is ``[Q, P]``.
+    turned: as of the step.
     """
     _stays_alone()
     size = _size(kind)
-    if not is_last:
+    if turned[0]:
+        u, w = turned
+        _turn(kind, P, after, (src, src_row, after, 1), (u, before * P * after, 1, P), rows, before)
+        _turn(kind, Q, after, (g, g_row, after, 1), (w, before * Q * after, 1, Q), rows, before)
+        _product(kind, u, 1, P, w, Q, y, Q, P, rows * before * after, Q, adds)
+    elif not is_last:
         for i in range(0, P, DOTS[0]):
             for j in range(0, Q, DOTS[1]):
                 u, w, z = src + i * after * size, g + j * after * size, y + (i * Q + j) * size
                 _dots(kind, u, src_row, P * after, after, w, g_row, Q * after, after, z, Q, P - i, Q - j, rows, before, after, adds)
     elif rows == 1 or (src_row == before * P and g_row == before * Q):
-        _last_gradient(kind, P, Q, src, g, y, rows * before, adds)
+        _product(kind, src, 1, P, g, Q, y, Q, P, rows * before, Q, adds)
     else:
         for row in range(rows):
-            _last_gradient(kind, P, Q, src + row * src_row * size, g + row * g_row * size, y, before, adds or row > 0)
+            _product(kind, src + row * src_row * size, 1, P, g + row * g_row * size, Q, y, Q, P, before, Q, adds or row > 0)
 
 
 @numba.njit(error_model="numpy")
@@ -476,8 +476,8 @@ def stage(p, kind):
     x_size, y_size, g_size = 2 if x_kind else size, 2 if y_kind else size, 2 if g_kind else size
     is_gradient = p[27] != 0
     is_whole = is_gradient or p[HEAD + 13] != 0  # gradients and turned products read columns without gaps
-    first = p[24] + _claim(p, 1) * (slots + 1) * buffer
-    spare = first + slots * buffer
+    first = p[24] + _claim(p, 1) * (slots + 2) * buffer
+    operand, product = first + slots * buffer, first + (slots + 1) * buffer
     part = _claim(p, 0)
     while part < groups * parts:
         group, sums = part // parts, p[32] + part * p[33] * size
@@ -497,7 +497,8 @@ def stage(p, kind):
                 matrix = p[o] + group * p[o + 1] * size, p[o + 2], p[o + 3], P, Q
                 target = first + (i + 1) % slots * buffer, before * Q * after * columns, columns
                 target = result if i == steps - 1 and not y_kind else target
-                _step(kind, matrix, before, after, source, target, rows, columns, after * R == 1, spare * p[o + 13])
+                turned = operand * p[o + 13], product * p[o + 13]
+                _step(kind, matrix, before, after, source, target, rows, columns, after * R == 1, turned)
                 source = target
             length_out = width
             if is_gradient:
@@ -510,51 +511,45 @@ def stage(p, kind):
                 for i in range(steps - 1, -1, -1):
                     o = HEAD + STEP * i
                     P, Q, before, after = p[o + 4], p[o + 5], p[o + 6], p[o + 7]
+                    turned = operand * p[o + 13], product * p[o + 13]
                     if p[o + 12] >= 0:
                         v, v_row = (given[0], given[1]) if i == 0 else (first + i * buffer, before * P * after * columns)
+                        w, w_row, A, B = source[0], source[1], P, Q
+                        if p[o + 14]:
+                            v, v_row, w, w_row, A, B = w, w_row, v, v_row, Q, P
                         z, adds = sums + p[o + 12] * size, unit > begin
-                        _gradient(kind, P, Q, before, after * columns, v, v_row, source[0], source[1], z, rows, after * R == 1, adds)
+                        _gradient(kind, A, B, before, after * columns, v, v_row, w, w_row, z, rows, after * R == 1, turned, adds)
                     if p[o + 8] == 0:
                         break
                     matrix = p[o + 8] + group * p[o + 9] * size, p[o + 10], p[o + 11], Q, P
                     target = first + (steps + (steps - i) % 2) * buffer, before * P * after * columns, columns
                     target = result if i == 0 and not y_kind else target
-                    _step(kind, matrix, before, after, source, target, rows, columns, after * R == 1, spare * p[o + 13])
+                    _step(kind, matrix, before, after, source, target, rows, columns, after * R == 1, turned)
                     source = target
             if y_kind:
                 _round(kind, source[0], result[0], y_row, y_k, rows, length_out, columns, y_kind)
         part = _claim(p, 0)
 
 
-@numba.njit(error_model="numpy")
-def _element(kind, address, offset, element):
-    """An element of a factor."""
-    if element:
-        return _load_16(kind, address + offset * 2, element == BFLOAT16)
-    return _load(kind, address + offset * _size(kind))
-
-
 def form(p, kind):
-    """Writes matrices, each the Kronecker product of two factors times a scalar, or of one with the scalar alone."""
+    """Writes matrices: a Kronecker product of two factors times a scalar, a factor times the scalar, or one of a half type, widened."""
     size = _size(kind)
     for m in range(p[0]):
         o = 1 + m * FORM
-        dst, groups, scale = p[o], p[o + 1], _scale(kind, p, o + 2)
-        a, ag, ap, aq, aP, aQ, a_kind = p[o + 3], p[o + 4], p[o + 5], p[o + 6], p[o + 7], p[o + 8], p[o + 9]
-        o += FACTOR
-        b, bg, bp, bq, bP, bQ, b_kind = p[o + 3], p[o + 4], p[o + 5], p[o + 6], p[o + 7], p[o + 8], p[o + 9]
-        is_copy = not a and bq == 1 and scale == 1
+        dst, groups, scale, b_kind = p[o], p[o + 1], _scale(kind, p, o + 2), p[o + 3]
+        a, ag, ap, aq, aP, aQ = p[o + 4], p[o + 5], p[o + 6], p[o + 7], p[o + 8], p[o + 9]
+        b, bg, bp, bq, bP, bQ = p[o + 10], p[o + 11], p[o + 12], p[o + 13], p[o + 14], p[o + 15]
         for g in range(groups):
-            if is_copy:
-                _read(kind, b + g * bg * (2 if b_kind else size), bp, bQ, dst, bP, 1, bQ, b_kind)
+            if b_kind:
+                _read(kind, b + g * bg * 2, bp, bq, dst, bP, bQ, 1, b_kind)
                 dst += bP * bQ * size
                 continue
             for i in range(aP):
                 for k in range(bP):
                     for j in range(aQ):
-                        e = scale * _element(kind, a, g * ag + i * ap + j * aq, a_kind) if a else scale
+                        e = scale * _load(kind, a + (g * ag + i * ap + j * aq) * size) if a else scale
                         for n in range(bQ):
-                            _store(kind, dst + n * size, e * _element(kind, b, g * bg + k * bp + n * bq, b_kind))
+                            _store(kind, dst + n * size, e * _load(kind, b + (g * bg + k * bp + n * bq) * size))
                         dst += bQ * size
 
 
@@ -569,27 +564,20 @@ def split(p, kind):
         tp, tq, factors = p[o + 6], p[o + 7], p[o + 8]
         o += SUM
         for _ in range(factors):
-            a, ag, ap, aq, A, B, a_kind = p[o], p[o + 1], p[o + 2], p[o + 3], p[o + 4], p[o + 5], p[o + 6]
-            f, fg, fp, fq, P, Q, f_kind = p[o + 7], p[o + 8], p[o + 9], p[o + 10], p[o + 11], p[o + 12], p[o + 13]
-            df, dp, dq, rest = p[o + 14], p[o + 15], p[o + 16], p[o + 17]
+            a, ag, ap, aq, A, B = p[o], p[o + 1], p[o + 2], p[o + 3], p[o + 4], p[o + 5]
+            f, fg, fp, fq, P, Q = p[o + 6], p[o + 7], p[o + 8], p[o + 9], p[o + 10], p[o + 11]
+            df, dp, dq, rest = p[o + 12], p[o + 13], p[o + 14], p[o + 15]
             for g in range(groups):
                 t = total + g * A * P * B * Q * size
-                if df and f_kind and not a and tp == dp and tq == dq:
-                    _round(kind, t, df + g * P * Q * 2, P * Q, P * Q, 1, 1, P * Q, f_kind)
-                elif df:
+                if df:
                     for k in range(P):
                         for n in range(Q):
                             value = _load(kind, scale) * 0
                             for i in range(A):
                                 for j in range(B):
                                     e = _load(kind, t + ((i * P + k) * tp + (j * Q + n) * tq) * size)
-                                    value += e * _element(kind, a, g * ag + i * ap + j * aq, a_kind) if a else e
-                            _store(kind, scale + size, value)
-                            place = g * P * Q + k * dp + n * dq
-                            if f_kind:
-                                _write_vector(kind, scale + size, df + place * 2, 1, f_kind)
-                            else:
-                                _store(kind, df + place * size, value)
+                                    value += e * _load(kind, a + (g * ag + i * ap + j * aq) * size) if a else e
+                            _store(kind, df + (g * P * Q + k * dp + n * dq) * size, value)
                 if rest:
                     for i in range(A):
                         for j in range(B):
@@ -597,7 +585,7 @@ def split(p, kind):
                             for k in range(P):
                                 for n in range(Q):
                                     e = _load(kind, t + ((i * P + k) * tp + (j * Q + n) * tq) * size)
-                                    value += e * _element(kind, f, g * fg + k * fp + n * fq, f_kind)
+                                    value += e * _load(kind, f + (g * fg + k * fp + n * fq) * size)
                             _store(kind, rest + (g * A * B + i * B + j) * size, value)
             total, tp, tq = rest, B, 1
             o += SPLIT

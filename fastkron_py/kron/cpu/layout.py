@@ -18,12 +18,13 @@
 
 A step is a matrix: its address, strides of groups, P and Q, sizes P and Q, and the elements before and after its mode. For gradients there
 follow the matrix transposed (address, strides of groups, Q and P; an address of 0 ends the way back), and where the gradient's sum begins
-among the elements of a part, or -1 if it is not wanted. Last comes whether the matrix's rows are its vectors though elements follow.
+among the elements of a part, or -1 if it is not wanted. Last come whether the matrix's rows are its vectors though elements follow, and
+whether the gradient is ``[Q, P]``.
 
-`kernels.form` takes the number of matrices that it writes. Each has its address, groups, the bits of its scale, and two factors: address
-(0 for none), strides of groups, P and Q, sizes P and Q, kind. An address is 0 where the factor is a 1.
+`kernels.form` takes the number of matrices that it writes. Each has its address, groups, the bits of its scale, the kind of the second
+factor's elements, and two factors: address, strides of groups, P and Q, sizes P and Q. An address is 0 where the factor is a 1.
 
-`kernels.split` takes the number of matrices, the bits of a scale, and the address of two elements of scratch. A matrix has the address of
+`kernels.split` takes the number of matrices, the bits of a scale, and the address of an element of scratch. A matrix has the address of
 its sum, that of the first part, groups, parts, elements of all matrices of a part, and its own, strides of P and Q, and the number of its
 factors. These follow from the last to the first: the product of those before it, as in `form`, or an address of 0; the factor; the address
 of its gradient, or 0, and strides of P and Q; and the address of the gradient of the product of those before it, or 0.
@@ -34,9 +35,9 @@ from __future__ import annotations
 from typing import Final
 
 HEAD: Final = 34
-STEP: Final = 14
-FACTOR: Final = 7
-FORM: Final = 3 + 2 * FACTOR
+STEP: Final = 15
+FACTOR: Final = 6
+FORM: Final = 4 + 2 * FACTOR
 SUM: Final = 9
 SPLIT: Final = 2 * FACTOR + 4
 

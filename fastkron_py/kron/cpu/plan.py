@@ -10,30 +10,46 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-VECTOR: Final = 64  # bytes
-# Costs of a product in registers, in multiply-adds of a vector.
-LOAD: Final = 1.0  # of a vector, for each block of rows
-FAR_LOAD: Final = 3.0  # of one in a matrix beyond the first level of cache
-NEAR_ELEMENTS: Final = 1 << 12  # of such a matrix at most
-DOT: Final = 1.4  # of the dot products of a gradient, for each slice of the elements that follow a mode
-BLOCK_ROWS: Final = 8
-STORE: Final = 3.0  # of a vector
-CALL: Final = 12.0  # of a product
-FORM: Final = 1.5  # an element of a matrix that is multiplied out, or copied
-PASS: Final = 4.0  # a vector of an intermediate: written and read again
-TURN: Final = 4.0  # an element that is written on its own
-COPY: Final = 12.0  # an element of a matrix that is transposed, by one thread while the others wait
+from fastkron_py.kron.rates import record
 
-WIDEST: Final = 64  # rows or columns of factors that are multiplied out
-UNIT_BYTES: Final = 1 << 14  # of a buffer of a unit, in the first level of cache: two are in use
-GRADIENT_BYTES: Final = 1 << 16  # of gradients, whose sums are read and written for each unit, in the second one
-BUFFER_BYTES: Final = 1 << 18  # at most, in the second one
-ROW_BYTES: Final = 1 << 20  # at most, where the buffer is one row: another stage would take new memory for all of them
-LEAST_COLUMNS: Final = 64  # of a unit where each of its rows lies apart
-# Of a unit with one matrix, whose operand and result are in no buffer: at least, so that each pass over the matrix serves many.
-ALONE_COLUMNS: Final = 512
-ALONE_ROWS: Final = 64
-THREAD_WORK: Final = 1 << 19  # multiply-adds, from which threads share a stage
+VECTOR: Final = 64  # bytes
+
+
+class Costs(NamedTuple):
+    """Costs of a product in registers, in multiply-adds of a vector."""
+
+    load: float  # of a vector, for each block of rows
+    far_load: float  # of one in a matrix beyond the first level of cache
+    near_elements: int  # of such a matrix at most
+    dot: float  # of the dot products of a gradient, for each slice of the elements that follow a mode
+    store: float  # of a vector
+    call: float  # of a product
+    form: float  # an element of a matrix that is multiplied out, or copied
+    streamed: float  # a vector of an intermediate: written and read again
+    turn: float  # an element that is written on its own
+    copy: float  # an element of a matrix that is transposed, by one thread while the others wait
+
+
+class Limits(NamedTuple):
+    """Sizes of factors and of units."""
+
+    factor_elements: int  # at most: torch's products are faster by a larger factor
+    copied_elements: int  # likewise of factors that may be copied
+    bfloat16_elements: int  # of each factor, from which bfloat16 is multiplied as it is, where the CPU does that
+    widest: int  # rows or columns of factors that are multiplied out
+    block_rows: int  # of sums in registers
+    unit_bytes: int  # of a buffer of a unit, in the first level of cache: two are in use
+    gradient_bytes: int  # of gradients, whose sums are read and written for each unit, in the second one
+    buffer_bytes: int  # at most, in the second one
+    row_bytes: int  # at most, where the buffer is one row: another stage would take new memory for all of them
+    least_columns: int  # of a unit where each of its rows lies apart
+    far_columns: int  # at least, of a unit with a matrix beyond the second level, or one alone: each pass over the matrix serves many
+    far_rows: int  # likewise
+    thread_work: int  # multiply-adds, from which threads share a stage
+
+
+COSTS: Final[Costs] = record(Costs, "costs", "cpu")
+LIMITS: Final[Limits] = record(Limits, "limits", "cpu")
 
 Shapes = tuple[tuple[int, int], ...]
 
@@ -63,12 +79,12 @@ class Sizes(NamedTuple):
 
     def copy_cost(self, elements: int) -> float:
         """Of a matrix's rows as vectors."""
-        return COPY * self.threads * elements if self.is_copied or self.is_gradient else 0.0
+        return COSTS.copy * self.threads * elements if self.is_copied or self.is_gradient else 0.0
 
     @property
     def unit_bytes(self) -> int:
         """Of a buffer of a unit."""
-        return GRADIENT_BYTES if self.is_gradient else UNIT_BYTES
+        return LIMITS.gradient_bytes if self.is_gradient else LIMITS.unit_bytes
 
 
 class Matrix(NamedTuple):
@@ -87,13 +103,15 @@ class Step(NamedTuple):
         matrix: its number.
         before: elements.
         after: elements.
-        by_rows: whether the matrix's rows are vectors, and not the few elements of after; products are turned then.
+        by_rows: whether the matrix's rows are vectors, and not the few elements of after, which are turned for that.
+        is_turned: whether the gradient is computed as ``[Q, P]``.
     """
 
     matrix: int
     before: int
     after: int
     by_rows: bool
+    is_turned: bool
 
 
 class Stage(NamedTuple):
@@ -108,7 +126,7 @@ class Stage(NamedTuple):
         unit_rows: rows of a unit.
         unit_columns: columns of a unit.
         buffer: elements of a buffer.
-        work: multiply-adds.
+        is_shared: whether threads share it.
     """
 
     steps: tuple[Step, ...]
@@ -119,7 +137,7 @@ class Stage(NamedTuple):
     unit_rows: int
     unit_columns: int
     buffer: int
-    work: int
+    is_shared: bool
 
 
 class Plan(NamedTuple):
@@ -142,17 +160,6 @@ def plan(sizes: Sizes) -> Plan:
         stages.append(_stage(sizes, matrices, first, last, rows, columns))
         now[first:last] = [m.q for m in matrices[first:last]]
     return Plan(tuple(matrices), tuple(stages), cost)
-
-
-def turns_columns(sizes: Sizes) -> bool:
-    """Whether columns are turned into rows: a few fill no vector."""
-    if not 1 < sizes.columns < 2 * VECTOR // sizes.itemsize:
-        return False
-    width = sum([math.prod([shape[side] for shape in sizes.shapes]) for side in (0, 1)])
-    turned = plan(sizes._replace(rows=sizes.rows * sizes.columns, columns=1))
-    last = max([m.p * m.q for m in turned.matrices[-2:]])  # whose rows are vectors then; a factor of one element may follow it
-    moved = TURN * sizes.rows * sizes.columns * width + sizes.copy_cost(last)
-    return turned.cost + sizes.groups * moved < plan(sizes).cost
 
 
 def in_order(shapes: Sequence[tuple[int, int]]) -> list[int]:
@@ -187,7 +194,9 @@ def _steps(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     for i in in_order([(m.p, m.q) for m in matrices[first:last]]):
         i += first
         before, after = math.prod(now[: i - first]), math.prod(now[i - first + 1 :])
-        step = Step(i, before, after, _is_by_rows(sizes, matrices[i], rows * before, after * columns))
+        by_rows = _is_by_rows(sizes, matrices[i], rows * before, after * columns)
+        is_turned = _is_turned(sizes, matrices[i], rows * before * after * columns if by_rows else 0)
+        step = Step(i, before, after, by_rows and after * columns > 1, is_turned)
         work += step.before * step.after * matrices[i].p * matrices[i].q
         now[i - first] = matrices[i].q
         widest = max(widest, math.prod(now) if i != first else 0)
@@ -196,16 +205,9 @@ def _steps(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
 
 
 def _is_by_rows(sizes: Sizes, matrix: Matrix, count: int, after: int) -> bool:
-    """Whether the matrix's rows are vectors, in products of this number: it may have to be copied for that."""
-    if not 1 < after < 2 * VECTOR // sizes.itemsize:
-        return False
-    by_rows = count * _by_rows_cost(sizes, matrix, after) + sizes.copy_cost(matrix.p * matrix.q)
-    return by_rows < count * _by_scalars_cost(sizes, matrix, after)
-
-
-def _widest(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> int:
-    """Elements of the widest operand, intermediate or result of matrices[first:last]."""
-    return max(_steps(sizes, matrices, first, last)[1], *_together(matrices[first:last]))
+    """Whether the matrix's rows are vectors, in products of this number: where nothing follows, or so little that turning it takes less."""
+    few = 1 < after < 2 * VECTOR // sizes.itemsize
+    return after == 1 or (few and _step_cost(sizes, matrix, count, after, True) < _step_cost(sizes, matrix, count, after, False))
 
 
 def _parts(sizes: Sizes, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
@@ -218,16 +220,25 @@ def _parts(sizes: Sizes, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
     return [*parts, (0, last)][::-1]
 
 
+def _is_turned(sizes: Sizes, matrix: Matrix, terms: int) -> bool:
+    """Whether a gradient is computed as ``[Q, P]``: as the factor lies, if products of so many terms do not tell otherwise; 0 for dots."""
+    (p, q), half = matrix[2:], VECTOR // sizes.itemsize // 2
+    as_it_is, turned = _product_cost(p, terms, q, half), _product_cost(q, terms, p, half)
+    copy = COSTS.copy * p * q * (-1 if sizes.is_copied else 1)
+    return turned + copy < as_it_is if terms else sizes.is_copied
+
+
 def _is_small(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
-    columns = min(LEAST_COLUMNS, sizes.columns * math.prod([min(m.p, m.q) for m in matrices[last:]]))
-    return _widest(sizes, matrices, first, last) * columns * sizes.itemsize <= (ROW_BYTES if columns == 1 else BUFFER_BYTES)
+    columns = min(LIMITS.least_columns, sizes.columns * math.prod([min(m.p, m.q) for m in matrices[last:]]))
+    widest = max(_steps(sizes, matrices, first, last)[1], *_together(matrices[first:last]))
+    return widest * columns * sizes.itemsize <= (LIMITS.row_bytes if columns == 1 else LIMITS.buffer_bytes)
 
 
 def _has_units(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
     rows = sizes.groups * sizes.rows * math.prod([min(m.p, m.q) for m in matrices[:first]])
     columns = sizes.columns * math.prod([min(m.p, m.q) for m in matrices[last:]])
-    work, chunks = rows * columns * _steps(sizes, matrices, first, last)[2], -(-columns // LEAST_COLUMNS)
-    return chunks >= sizes.threads or _are_even(sizes, rows * chunks) or work < THREAD_WORK * 2
+    work, chunks = rows * columns * _steps(sizes, matrices, first, last)[2], -(-columns // LIMITS.least_columns)
+    return chunks >= sizes.threads or _are_even(sizes, rows * chunks) or work < LIMITS.thread_work * 2
 
 
 def _are_even(sizes: Sizes, units: int) -> bool:
@@ -245,17 +256,21 @@ def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     length, width = _together(matrices[first:last])
     widest = max(length, width, buffer)
     vectors = VECTOR // sizes.itemsize * 2
-    fitting, is_one = sizes.unit_bytes // sizes.itemsize // widest, len(steps) == 1
-    most = max(fitting, ALONE_COLUMNS if is_one else LEAST_COLUMNS)
+    # Each pass over a matrix that is beyond the cache, or alone, so that no buffer has to be small, serves many rows or columns.
+    far = [s for s in steps if len(steps) == 1 or matrices[s.matrix].p * matrices[s.matrix].q * sizes.itemsize > LIMITS.buffer_bytes]
+    around = min([s.before * s.after for s in far], default=1 << 62)
+    fitting = sizes.unit_bytes // sizes.itemsize // widest
+    most = max(fitting, LIMITS.least_columns, LIMITS.far_columns // around)
     if not _are_even(sizes, sizes.groups * rows):
         most = min(most, max(vectors, -(-columns // sizes.threads)))
     sharing = sizes.threads if sizes.groups * rows < 4 * sizes.threads else 1  # few rows: each thread has as many units
     unit_columns = columns if columns <= most else _evenly(columns, most, vectors, sharing)
-    most_rows = max(fitting, ALONE_ROWS if is_one else 1) // columns
+    most_rows = max(fitting, 1, -(-LIMITS.far_rows // around)) // columns
     unit_rows = max(1, min(most_rows, sizes.groups * rows // sizes.threads, rows))
-    unit_rows = unit_rows // BLOCK_ROWS * BLOCK_ROWS or unit_rows
-    held = max(widest, buffer) * unit_rows * unit_columns
-    return Stage(tuple(steps), rows, columns, length, width, unit_rows, unit_columns, held, sizes.groups * rows * columns * work)
+    unit_rows = unit_rows // LIMITS.block_rows * LIMITS.block_rows or unit_rows
+    held = widest * unit_rows * unit_columns
+    is_shared = sizes.groups * rows * columns * work >= LIMITS.thread_work
+    return Stage(tuple(steps), rows, columns, length, width, unit_rows, unit_columns, held, is_shared)
 
 
 def _evenly(total: int, most: int, unit: int, sharing: int) -> int:
@@ -276,7 +291,7 @@ def _matrices(sizes: Sizes) -> tuple[float, list[Matrix]]:
         p = q = 1
         for last in range(first + 1, count + 1):
             p, q = p * sizes.shapes[last - 1][0], q * sizes.shapes[last - 1][1]
-            if last > first + 1 and max(p, q) > WIDEST and p * q > max([a * b for a, b in sizes.shapes[first:last]]):
+            if last > first + 1 and max(p, q) > LIMITS.widest and p * q > max([a * b for a, b in sizes.shapes[first:last]]):
                 break
             after = sizes.columns * math.prod([q for _, q in sizes.shapes[last:]])
             matrix = Matrix(first, last, p, q)
@@ -287,32 +302,29 @@ def _matrices(sizes: Sizes) -> tuple[float, list[Matrix]]:
 
 def _cost(sizes: Sizes, matrix: Matrix, before: int, after: int) -> float:
     """Of a step, and of forming its matrix, in multiply-adds of a vector."""
+    elements, count, vector = matrix.p * matrix.q, sizes.rows * before, VECTOR // sizes.itemsize
+    cost = _step_cost(sizes, matrix, count, after, _is_by_rows(sizes, matrix, count, after))
+    more = COSTS.streamed * count * (matrix.p + matrix.q) * after / vector
+    more += COSTS.form * elements if matrix.last > matrix.first + 1 else 0.0
+    return cost + sizes.groups * more * (2 if sizes.is_gradient else 1)
+
+
+def _step_cost(sizes: Sizes, matrix: Matrix, count: int, after: int, by_rows: bool) -> float:
+    """Of a mode's products: by the matrix's rows, for which operands and results are turned, or by its elements.
+
+    An element is a scalar for each vector of what follows, so that a part of one takes as long as a whole one.
+    """
     p, q, half = matrix.p, matrix.q, VECTOR // sizes.itemsize // 2
-    count = sizes.rows * before
-    if after == 1:
-        cost = sizes.groups * _product_cost(count, p, q, half)
+    turns, copies = (0.0, 0.0) if after == 1 else (COSTS.turn * count * (p + q) * after, sizes.copy_cost(p * q))
+    if by_rows:
+        cost, sums = _product_cost(count * after, p, q, half) + turns, p * q * count * after / (2 * half) + turns
     else:
-        cost = sizes.groups * count * min(_by_scalars_cost(sizes, matrix, after), _by_rows_cost(sizes, matrix, after))
-    cost += PASS * sizes.groups * count * (p + q) * after / (2 * half)
-    forms = FORM * p * q * sizes.groups if matrix.last > matrix.first + 1 else 0.0
-    if sizes.is_gradient:  # a product more, and the sums of the gradient
-        slices = count / (2 * half) if after == 1 else count * (-(-after // (2 * half)) + DOT)
-        return 2 * (cost + forms) + sizes.groups * p * q * slices
-    return cost + forms
-
-
-def _by_rows_cost(sizes: Sizes, matrix: Matrix, after: int) -> float:
-    """Of a mode's product by the matrix's rows, whose result is turned."""
-    return _product_cost(after, matrix.p, matrix.q, VECTOR // sizes.itemsize // 2) + TURN * matrix.q * after
-
-
-def _by_scalars_cost(sizes: Sizes, matrix: Matrix, after: int) -> float:
-    """Of a mode's product by the matrix's elements: a scalar for each vector, so that a part of one takes as long as a whole one."""
-    half = VECTOR // sizes.itemsize // 2
-    return _product_cost(matrix.q, matrix.p, max(after, 2 * half), half)
+        cost, sums = count * _product_cost(q, p, max(after, 2 * half), half), p * q * count * (-(-after // (2 * half)) + COSTS.dot)
+        copies = 0.0
+    return sizes.groups * (2 * cost + sums if sizes.is_gradient else cost) + copies
 
 
 def _product_cost(rows: int, terms: int, width: int, half: int) -> float:
     """Of ``[rows, terms] @ [terms, width]`` in vectors of the width."""
-    vectors, load = -(-width // half) / 2, LOAD if terms * width <= NEAR_ELEMENTS else FAR_LOAD
-    return CALL + vectors * (terms * (rows + load * -(-rows // BLOCK_ROWS)) + STORE * rows)
+    vectors, load = -(-width // half) / 2, COSTS.load if terms * width <= COSTS.near_elements else COSTS.far_load
+    return COSTS.call + vectors * (terms * (rows + load * -(-rows // LIMITS.block_rows)) + COSTS.store * rows)
