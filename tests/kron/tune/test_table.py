@@ -248,7 +248,7 @@ def test_an_invalid_entry_is_refused_and_its_neighbour_is_not(tables, path, valu
 
 def test_the_user_s_table_comes_before_the_shipped_one(tables, tmp_path, monkeypatch):
     (tmp_path / "package" / "tables").mkdir(parents=True)
-    monkeypatch.setattr(table.resources, "files", lambda _: tmp_path / "package")
+    monkeypatch.setattr(table, "__file__", str(tmp_path / "package" / "table.py"))
     assert table.export(tmp_path / "package" / "tables", [entry(c=choice(single(0, 2)))])
     assert table.lookup(problem()) == choice(single(0, 2))
     write(tables, good(entry(c=None)))
