@@ -86,7 +86,8 @@ def _by_second(rows: Tensor, w2: Factor, adapter: Tensor) -> Tensor:
     In one grouped product for all adapters, or two of low rank. torch groups bfloat16 without the host; float16 and float32 wait for it.
     In compiled graphs these, and other dtypes everywhere, gather w2 for each row.
     """
-    matrices = [factor.to(rows.dtype).mT for factor in ((w2.left,) if w2.right is None else (w2.right, w2.left))]  # [adapters, in, out]
+    # [adapters, in, out]. Grouped products refuse matrices with gaps in their rows.
+    matrices = [factor.to(rows.dtype).contiguous().mT for factor in ((w2.left,) if w2.right is None else (w2.right, w2.left))]
     if rows.dtype != torch.bfloat16 and (rows.dtype not in _GROUPED or torch.compiler.is_compiling()):
         for matrix in matrices:
             rows = rows @ matrix[adapter]

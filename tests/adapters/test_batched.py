@@ -116,6 +116,20 @@ def test_gradients(form: str, rank: int | None) -> None:
         assert not found[1][2].count_nonzero()  # of the adapter without rows
 
 
+@pytest.mark.parametrize("needs_gradients", [False, True])
+def test_one_row_and_factors_with_gaps(needs_gradients: bool, backend_name: str, device: torch.device) -> None:
+    """x may have one dimension, and index none; rows of w2 need not be contiguous, which torch's grouped products ask for."""
+    x, w1, w2, base, index = problem("second_first", torch.float32, device=device)
+    gaps = torch.full((*w2.shape[:-1], 2 * w2.shape[-1] + 1), float("nan"), device=device)[..., 1::2]
+    gaps.copy_(w2)
+    want = by_loop(x, w1, w2, base, index)
+    y = lokr_linear(x.requires_grad_(needs_gradients), w1, gaps, base=base, index=index, scale=0.5)
+    one = lokr_linear(x[1, 3], w1, gaps, base=base[1, 3], index=index[1, 3], scale=0.5)
+    assert one.shape == base.shape[2:]
+    for got, expected in ((y, want), (one, want[1, 3])):
+        assert_close(got.detach(), expected.detach(), magnitude=want.detach().abs().max().expand_as(expected), steps=4, rms_tol=None)
+
+
 def test_gradients_of_many_rows_are_summed_in_float32() -> None:
     index = torch.arange(2048) % (ADAPTERS + 1) - 1
     _, w1, w2, *_ = problem("second_first", torch.bfloat16)
