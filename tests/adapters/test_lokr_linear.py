@@ -16,7 +16,6 @@ from fastkron_py import lokr_linear, reference
 from fastkron_py.adapters.plan import CPU_COSTS, GPU_COSTS, FactorSize, Plan, best_plan, split_size
 from fastkron_py.testing import assert_close
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 ALL = pytest.mark.parametrize("case", CASES, ids=case_id)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 # A pair that is multiplied out, or two products, round at most twice more than the two factors' product.

@@ -13,11 +13,8 @@ from torch.autograd import forward_ad
 from fastkron_py import gated_linear
 from fastkron_py.testing import assert_close
 
-# Torch's own, in forward mode and where it first compiles.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning",
-    "ignore:.*TensorFloat32 tensor cores.*:UserWarning",
-)
+# Torch's own, where it first compiles.
+pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores.*:UserWarning")
 
 BACKWARDS = ("save", "recompute")
 

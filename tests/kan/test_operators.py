@@ -12,11 +12,8 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py import poly_kan
 
-# Torch's own, in forward mode and where it first compiles.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning",
-    "ignore:.*TensorFloat32 tensor cores.*:UserWarning",
-)
+# Torch's own, where it first compiles.
+pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores.*:UserWarning")
 
 
 def sample(device: torch.device, generator: torch.Generator, degree: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -429,7 +429,6 @@ def test_second_derivatives_through_a_checkpoint(spy: CacheSpy, device: torch.de
     assert took(spy)[1] >= 1
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in forward mode
 def test_forward_mode(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)

@@ -16,10 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fastkron_py import gemkm, kron_matmul, kron_matmul_left, reference
 
 # A compiled graph asks for the backend when it runs, so both backends compile the same graph.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning",
-    "ignore:.*TensorFloat32 tensor cores.*:UserWarning",
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores.*:UserWarning")
 
 
 @pytest.fixture(autouse=True)

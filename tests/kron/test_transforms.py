@@ -14,8 +14,6 @@ from torch.func import hessian, vmap
 
 from fastkron_py import kron_matmul, reference
 
-# torch itself scripts some decompositions when forward mode is first used.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 B = 3  # size of the mapped dimension
 DOUBLE = torch.float64
 

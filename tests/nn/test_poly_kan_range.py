@@ -24,7 +24,7 @@ from fastkron_py.testing import assert_close
 Make = Callable[[], nn.Module]
 Call = Callable[[Any, Tensor], Tensor]  # of a model, on x
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*TensorFloat32 tensor cores.*:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores.*:UserWarning")
 
 MODELS: dict[str, tuple[Make, tuple[int, ...], Call]] = {
     "linear": (lambda: PolyKANLinear(4, 4, 5, "bspline", dtype=torch.float64), (20, 4), lambda call, x: call(x)),

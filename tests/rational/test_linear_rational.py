@@ -158,7 +158,6 @@ def test_second_derivatives(fused: Fused, device: torch.device) -> None:
     assert fused.kept == [True]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_where_the_two_are_composed(fused: Fused, device: torch.device) -> None:
     """Noise, float64, transforms, compilation and whatever is wrong, with the errors of the two."""
     x, weight, bias, a, b, _ = operands((6,), 20, 32, 2, device)

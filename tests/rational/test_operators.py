@@ -14,7 +14,7 @@ import fastkron_py
 from fastkron_py import rational, reference
 
 # torch's own, at the first use of forward mode and of the compiler.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*TensorFloat32 tensor cores.*:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores.*:UserWarning")
 
 FORWARD = torch.ops.fastkron.rational.default
 BACKWARD = torch.ops.fastkron.rational_backward.default

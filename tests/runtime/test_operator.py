@@ -21,9 +21,6 @@ from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.operator import Operator, Saved, source_tag
 from fastkron_py.runtime.program import Program, Scalar
 
-# torch itself scripts some decompositions when forward mode is first used.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 F64 = torch.float64
 BUILT: list[str] = []  # names of the operators whose programs were built
 

@@ -29,11 +29,8 @@ from fastkron_py.rational.api import layer_norm_rational, rational_linear
 from fastkron_py.runtime import precision, torch_internals
 from fastkron_py.runtime.call_cache import CACHE
 
-# torch's own, of its vmap that does without a rule, and of what it scripts when forward mode is first used
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:There is a performance drop"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-]
+# torch's own, of its vmap that does without a rule
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 F64 = torch.float64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
