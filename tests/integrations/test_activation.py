@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -95,7 +96,7 @@ def test_a_decorated_coroutine() -> None:
         found = await asyncio.gather(decorated(), beside())
         return [found[0], await decorated(), made()]
 
-    assert asyncio.iscoroutinefunction(decorated)
+    assert inspect.iscoroutinefunction(decorated)
     assert asyncio.run(main()) == [OURS, OURS, STOCK]
     assert seen == [STOCK, STOCK]
 
