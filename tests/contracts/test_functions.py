@@ -28,9 +28,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDE = {d: torch.complex128 if d.is_complex else torch.float64 for d in (*FUNCTIONS[0].dtypes,)}
 
 
-def is_lazy(function: Function) -> bool:
-    """Whether it is a method of a lazy operator, which multiplies by `kron_matmul`."""
-    return function.name.startswith(("Kronecker", "(K1"))
+def is_derived(function: Function) -> bool:
+    """Whether it multiplies by other functions of the table: methods of lazy operators, row-wise products, batches of modes."""
+    return function.name.startswith(("Kronecker", "(K1", "khatri_rao", "mode_matmul(x, {1: a batch"))
 
 
 def every(
@@ -176,7 +176,7 @@ def test_writes_in_place(function: Function) -> None:
                 check_gradients(function, found, expected)
 
 
-@every("batches of gradients", later=is_lazy)
+@every("batches of gradients", later=is_derived)
 def test_batches_of_gradients(function: Function) -> None:
     options: dict[str, Any] = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
 
@@ -254,7 +254,7 @@ def test_vmap(function: Function) -> None:
                 check_gradients(function, [g[i] for g in found], gradients_of(function, tensors, dys[i]))
 
 
-@every("gradients", lambda f: not {"vmap", "compile"} & f.unsupported.keys(), later=is_lazy)
+@every("gradients", lambda f: not {"vmap", "compile"} & f.unsupported.keys(), later=is_derived)
 def test_compiled_vmap(function: Function) -> None:
     """Inside of a graph the operators' own rules serve, and in its backward pass those of their gradients."""
     several = [wanted(function) for _ in range(2)]
@@ -305,7 +305,7 @@ def operator_calls(function: Function) -> list[tuple[Any, tuple[Any, ...], dict[
     return recorder.calls
 
 
-@every("opcheck")
+@every("opcheck", later=is_derived)
 def test_opcheck(function: Function) -> None:
     with supported(function, "opcheck"):
         for func, args, kwargs in operator_calls(function):

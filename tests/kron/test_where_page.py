@@ -10,6 +10,7 @@ from unittest.mock import patch
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
+import pytest
 import torch
 
 from benchmarks.kron.programs import pretending
@@ -93,6 +94,7 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.full
 def test_the_page_is_what_programs_launch() -> None:
     assert PAGE.read_text() == page()
 
