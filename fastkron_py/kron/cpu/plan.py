@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from fastkron_py.kron.rates import record
+from fastkron_py.tiling.figures import figures
 
 VECTOR: Final = 64  # bytes
 
@@ -48,8 +48,9 @@ class Limits(NamedTuple):
     thread_work: int  # multiply-adds, from which threads share a stage
 
 
-COSTS: Final[Costs] = record(Costs, "costs", "cpu")
-LIMITS: Final[Limits] = record(Limits, "limits", "cpu")
+_OF: Final = figures("cpu kernel")
+COSTS: Final = Costs(**_OF["costs"])
+LIMITS: Final = Limits(**_OF["limits"])
 
 Shapes = tuple[tuple[int, int], ...]
 

@@ -1,7 +1,5 @@
 """What was measured of the families of kernels, a file for each GPU: prices of quantities, and figures of formulas and of limits.
 
-`cpu.json` has those of the CPU's kernel (`kron.cpu.plan`).
-
 The modelled time of a launch is the sum of its quantities, each times its price (`priced`). Families state the quantities, in seconds of
 the GPU's own bandwidth and rates (`runtime.gpu`), so that the same prices serve a GPU that was not timed. The host, choices of tiles, and
 sizes beyond which another kernel is faster have figures, each family's in a record of its own (`figures`). A file may name another one as
@@ -35,7 +33,7 @@ def figures(kind: Callable[..., _R], section: str, gpu: GPU) -> _R:
     Raises:
         TypeError: the file has other figures than the record.
     """
-    found: _R = record(kind, section, gpu.rates)
+    found: _R = _record(kind, section, gpu.rates)
     return found
 
 
@@ -68,8 +66,7 @@ def _prices(file: str) -> dict[tuple[str, int], tuple[tuple[str, float], ...]]:
 
 
 @lru_cache
-def record(kind: Callable[..., _R], section: str, file: str) -> _R:
-    """Return a section of a file as a record (`figures`)."""
+def _record(kind: Callable[..., _R], section: str, file: str) -> _R:
     return kind(**_read(file)[section])
 
 
