@@ -132,13 +132,13 @@ def force_products(monkeypatch, algorithm: str) -> None:
     from types import SimpleNamespace
 
     from fastkron_py.kron import forward, planner  # as above
-    from fastkron_py.kron.families import tile, torch_products
+    from fastkron_py.kron.families import torch_products, wgmma
 
     names = {"looped": ("tile",), "wgmma": ("wgmma", "tile", "narrow")}.get(algorithm, ("torch_products",))
     monkeypatch.setattr(forward, "families_in_force", SimpleNamespace(get=lambda: names))
     planner.plan.cache_clear()
     if algorithm == "wgmma":
-        monkeypatch.setattr(tile, "seconds", lambda *_: 1.0)
+        monkeypatch.setattr(wgmma, "quantities", lambda mode: {"streamed": 1e-12})  # no time
     elif names == (torch_products.name,):
         monkeypatch.setattr(torch_products, "multiply_times", lambda mode: {algorithm: 1.0})
 
