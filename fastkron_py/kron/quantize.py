@@ -18,6 +18,7 @@ from fastkron_py.kron.hadamard_orders import Hadamard, factor_sizes, matrices, w
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import backend_of_call, choose_backend, is_interpreting
+from fastkron_py.runtime.batching import viewed
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import HALF_DTYPES, check_integer, check_precision, check_scalar, check_tensor
@@ -63,7 +64,7 @@ class Quantized(NamedTuple):
         """The product again, ``[*, N]`` of float32, with an error of at most half a step of the format."""
         values: Tensor = self.values
         if values.dtype in (torch.uint8, torch.float4_e2m1fn_x2):
-            signed = values.view(torch.int8)
+            signed = viewed(values, torch.int8)
             values = torch.stack([(signed << _NIBBLE) >> _NIBBLE, signed >> _NIBBLE], -1).flatten(-2)
         if self.values.dtype == torch.float4_e2m1fn_x2:
             code = (values & 7).float()  # steps of 1/2 to 2, of 1 to 4, of 2 to 6
@@ -198,8 +199,8 @@ def _quantized(found: Sequence[Tensor], dtype: Any, scale_format: str) -> Quanti
     """Values and scales as their dtypes, of bytes that a program stores."""
     values, scales = found
     if dtype is torch.float4_e2m1fn_x2:
-        values = values.view(dtype)
-    return Quantized(values, scales.view(torch.float8_e8m0fnu) if scale_format == "e8m0" else scales)
+        values = viewed(values, dtype)
+    return Quantized(values, viewed(scales, torch.float8_e8m0fnu) if scale_format == "e8m0" else scales)
 
 
 def _present(weight: Any) -> list[Any]:
@@ -385,12 +386,12 @@ def rounded(
     scales = torch.where(largest == 0, 1.0, (largest * step).clamp(min=torch.finfo(torch.float32).tiny))
     if scale_format == "e8m0":  # without the mantissa
         number, exponent = (torch.int64, -1 << 52) if y.dtype == torch.float64 else (torch.int32, -1 << 23)
-        scales = (scales.view(number) & exponent).view(y.dtype)
+        scales = viewed(viewed(scales, number) & exponent, y.dtype)
     scales = scales.float()
     scales = scales.masked_fill(scales.isinf(), math.nan)
     v = (y / scales).clamp(-LARGEST[kind], LARGEST[kind])
     if scale_format == "e8m0":
-        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+        scales = (viewed(scales, torch.int32) >> 23).to(torch.uint8)
     if kind in _FLOATS:
         return _floats(v, kind, generator), scales
     whole = _integers(v.nan_to_num(0.0), generator).to(torch.int8)
@@ -410,7 +411,7 @@ def _floats(v: Tensor, kind: str, generator: torch.Generator | None) -> Tensor:
     v = v.nan_to_num(0.0)
     mantissa, least = _FLOATS[kind]
     exponent = (torch.frexp(v).exponent - 1 - mantissa).clamp(min=least)  # of the distance of neighbouring numbers
-    distance = ((exponent + 127) << 23).view(torch.float32)
+    distance = viewed((exponent + 127) << 23, torch.float32)
     whole = _integers(v / distance, generator)
     if kind == "float8_e4m3fn":
         return (whole * distance).to(torch.float8_e4m3fn)
@@ -420,7 +421,7 @@ def _floats(v: Tensor, kind: str, generator: torch.Generator | None) -> Tensor:
 
 def _packed(halves: Tensor) -> Tensor:
     """Two neighbours' low four bits in a byte."""
-    low, high = halves.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    low, high = viewed(halves, torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     packed: Tensor = (low & 15) | (high << 4)
     return packed
 
