@@ -4,14 +4,14 @@ Sylvester: powers of two.
 
 Paley, "On Orthogonal Matrices", J. Math. Phys. 12 (1933): m = q + 1 for a prime q = 3 mod 4, and m = 2 (q + 1) for a prime q = 1 mod 4.
 Goethals and Seidel, "A skew Hadamard matrix of order 36", J. Austral. Math. Soc. 11 (1970): m = 4 n from four circulant matrices of
-order n whose periodic autocorrelations cancel, which a search finds (Williamson's are those that are symmetric).
+order n whose periodic autocorrelations cancel (Williamson's are those that are symmetric).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
 from operator import index
 from typing import Any, Final, NamedTuple, cast
 
@@ -26,142 +26,83 @@ from fastkron_py.runtime.torch_internals import constant_in_graphs, mark_static
 Matrix = np.ndarray[Any, np.dtype[np.int64]]
 
 MOST: Final = 1024  # the largest order that is tried
-_MOST_SEARCHED: Final = 256  # and that four sequences are searched for
-_MOST_ORBITS: Final = 14  # 2 to this power sequences are searched
-_PAIRS: Final = 1 << 23  # of sequences, that are compared at a time
-
-
-def hadamard_matrix(m: int) -> Matrix | None:
-    """A Hadamard matrix of order m ``[m, m]``; None where no construction here gives one."""
-    return None if (m % 4 and m > 2) or m > MOST else _constructed(m)
+# The first rows of Goethals and Seidel's circulant matrices, by m: -1 for each bit that is 1, the highest one first. They were found by a
+# search over sequences that are constant on the orbits of a multiplication modulo n. Orders to 256 that are missing have none of these.
+_CIRCULANT: Final = {
+    52: (0x606, 0x9F9, 0xE97, 0xE97),
+    92: (0x144C8A, 0x16331A, 0x3E529F, 0x3D2F0),
+    100: (0x9318C9, 0xB0660D, 0x7A005E, 0xA68165),
+    116: (0x2439C24, 0xA7606E5, 0xD3801CB, 0xAF264F5),
+    156: (0x241163E229, 0xDFAB4B813, 0x29EFD51B1E, 0x1B26981DC4),
+    172: (0x3E6FEF286EB, 0x1B540DC8E3D, 0x3E4C4F086AB, 0x3E4C4F086AB),
+    244: (0x6B70C3BAAFCF5A9, 0x392F24751E9DB11, 0xFFA478305FAD967, 0xFEC4F82A73AD967),
+}
 
 
 @lru_cache(maxsize=32)
-def _constructed(m: int) -> Matrix | None:
-    found: Matrix | None
+def hadamard_matrix(m: int) -> Matrix | None:
+    """A Hadamard matrix of order m ``[m, m]``; None where no construction here gives one."""
+    if (m % 4 and m > 2) or m > MOST:
+        return None
     if not m & (m - 1):
         found = _sylvester(m)
     elif _is_prime(m - 1):
         found = _paley(m - 1)
     elif m // 2 % 4 == 2 and _is_prime(m // 2 - 1):
         found = _paley_doubled(m // 2 - 1)
+    elif m in _CIRCULANT:
+        found = _goethals_seidel(m // 4, _CIRCULANT[m])
     else:
-        found = _goethals_seidel(m // 4) if m <= _MOST_SEARCHED else None
-    if found is not None and not np.array_equal(found.astype(np.float64) @ found.T, m * np.eye(m)):  # integers take a second
+        return None
+    if not np.array_equal(found.astype(np.float64) @ found.T, m * np.eye(m)):  # integers take a second
         raise AssertionError(f"the rows of the matrix of order {m} are not orthogonal")
     return found
 
 
 def _sylvester(m: int) -> Matrix:
     """Order m, a power of two."""
-    if m == 1:
-        return np.ones((1, 1), np.int64)
-    s = _sylvester(m // 2)
-    return np.block([[s, s], [s, -s]])
+    two = np.array([[1, 1], [1, -1]])
+    return reduce(np.kron, [two] * (m.bit_length() - 1), np.ones((1, 1), np.int64))
 
 
 def _is_prime(n: int) -> bool:
     return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
 
 
+def _circulant(row: Matrix) -> Matrix:
+    """``[n, n]``, with element (i - j) mod n of the row at (i, j)."""
+    i = np.arange(len(row))
+    return np.asarray(row[(i[:, None] - i) % len(row)])
+
+
 def _quadratic_characters(q: int) -> Matrix:
     """``[q, q]``: whether i - j is a square modulo q (1) or not (-1), 0 where it is 0."""
     squares = {i * i % q for i in range(1, q)}
-    row = np.array([0] + [1 if i in squares else -1 for i in range(1, q)])
-    i = np.arange(q)
-    return np.asarray(row[(i[:, None] - i) % q])
+    return _circulant(np.array([0] + [1 if i in squares else -1 for i in range(1, q)]))
+
+
+def _bordered(q: int, side: int) -> Matrix:
+    """``[q + 1, q + 1]``: quadratic characters behind a row of 1 and a column of these numbers."""
+    return np.block([[np.zeros((1, 1), np.int64), np.ones((1, q), np.int64)], [np.full((q, 1), side), _quadratic_characters(q)]])
 
 
 def _paley(q: int) -> Matrix:
     """Order q + 1, q = 3 mod 4."""
-    s = np.zeros((q + 1, q + 1), np.int64)
-    s[0, 1:], s[1:, 0], s[1:, 1:] = 1, -1, _quadratic_characters(q)
-    return s + np.eye(q + 1, dtype=np.int64)
+    return _bordered(q, -1) + np.eye(q + 1, dtype=np.int64)
 
 
 def _paley_doubled(q: int) -> Matrix:
     """Order 2 (q + 1), q = 1 mod 4."""
-    s = np.zeros((q + 1, q + 1), np.int64)
-    s[0, 1:], s[1:, 0], s[1:, 1:] = 1, 1, _quadratic_characters(q)
     plus, minus = np.array([[1, 1], [1, -1]]), np.array([[1, -1], [-1, -1]])
-    return np.kron(s, plus) + np.kron(np.eye(q + 1, dtype=np.int64), minus)
+    return np.kron(_bordered(q, 1), plus) + np.kron(np.eye(q + 1, dtype=np.int64), minus)
 
 
-def _goethals_seidel(n: int) -> Matrix | None:
-    """Order 4 n, n odd."""
-    rows = _complementary(n)
-    if rows is None:
-        return None
-    i = np.arange(n)
-    a, b, c, d = (row[(i[:, None] - i) % n] for row in rows)
+def _goethals_seidel(n: int, rows: Sequence[int]) -> Matrix:
+    """Order 4 n."""
+    a, b, c, d = (_circulant(1 - 2 * np.array([row >> i & 1 for i in reversed(range(n))])) for row in rows)
     b, c, d = (t[:, ::-1] for t in (b, c, d))  # times the matrix with ones on its other diagonal
     bt, ct, dt = (t[::-1].T[::-1] for t in (b, c, d))
-    blocks = [[a, b, c, d], [-b, a, dt, -ct], [-c, -dt, a, bt], [-d, ct, -bt, a]]
-    return np.block(blocks)
-
-
-def _orbits(n: int, multiplier: int) -> list[list[int]]:
-    """The cycles of the numbers from 1 to n - 1 under repeated multiplication modulo n."""
-    seen: set[int] = set()
-    found = []
-    for i in range(1, n):
-        if i not in seen:
-            orbit = [i]
-            while (j := orbit[-1] * multiplier % n) != i:
-                orbit.append(j)
-            seen.update(orbit)
-            found.append(orbit)
-    return found
-
-
-def _complementary(n: int) -> Matrix | None:
-    """Four sequences ``[4, n]`` of 1 and -1 whose periodic autocorrelations add up to 0, constant on the orbits of some multiplier."""
-    candidates = [_orbits(n, k) for k in range(2, n) if math.gcd(k, n) == 1]
-    for orbits in sorted((o for o in candidates if len(o) <= _MOST_ORBITS), key=len):
-        found = _search(n, orbits)
-        if found is not None:
-            return found
-    return None
-
-
-def _search(n: int, orbits: list[list[int]]) -> Matrix | None:
-    """Two pairs of sequences, constant on these orbits, whose autocorrelations cancel."""
-    bits = (np.arange(1 << len(orbits))[:, None] >> np.arange(len(orbits))) & 1
-    sequences = np.ones((len(bits), n), np.int64)
-    for i, orbit in enumerate(orbits):
-        sequences[:, orbit] = 1 - 2 * bits[:, i : i + 1]
-    power = np.square(np.abs(np.fft.rfft(sequences)))
-    sequences = sequences[(power <= 4 * n + 1e-6).all(1)]  # the four powers add up to 4 n at each frequency
-    shifts = np.arange(1, n // 2 + 1)[:, None] + np.arange(n)
-    correlations = np.stack([(sequences * sequences[:, s % n]).sum(1) for s in shifts], 1)
-    sums = np.abs(sequences.sum(1))
-    weights = np.random.default_rng(0).integers(1 << 40, size=n // 2)
-    keys = correlations @ weights  # equal where correlations are, and hardly elsewhere: the matrix is checked
-    for quadruple in _squares(4 * n):
-        a, b, c, d = (np.flatnonzero(sums == s) for s in quadruple)
-        if not 0 < len(a) * len(b) <= _PAIRS or not 0 < len(c) * len(d) <= _PAIRS:
-            continue
-        first, second = (np.add.outer(keys[i], keys[j]).ravel() for i, j in ((a, b), (c, d)))
-        places = first.argsort()
-        ordered = first[places]
-        at = np.searchsorted(ordered, -second).clip(max=len(first) - 1)
-        hits = np.flatnonzero(ordered[at] == -second)
-        if len(hits):
-            one, two = int(places[at[hits[0]]]), int(hits[0])
-            return sequences[[a[one // len(b)], b[one % len(b)], c[two // len(d)], d[two % len(d)]]]
-    return None
-
-
-def _squares(total: int) -> Iterator[tuple[int, int, int, int]]:
-    """Odd numbers in falling order whose squares add up to total, the largest and the smallest in one pair."""
-    most = math.isqrt(total)
-    for a in range(1, most + 1, 2):
-        for b in range(1, a + 1, 2):
-            for c in range(1, b + 1, 2):
-                rest = total - a * a - b * b - c * c
-                d = math.isqrt(max(rest, 0))
-                if rest > 0 and d * d == rest and d <= c:
-                    yield a, d, b, c
+    return np.block([[a, b, c, d], [-b, a, dt, -ct], [-c, -dt, a, bt], [-d, ct, -bt, a]])
 
 
 # ---- the factors of a transform -------------------------------------------------------------------

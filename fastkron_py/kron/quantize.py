@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import rotate, torch_backend
+from fastkron_py.kron import rotate
 from fastkron_py.kron.api import kron_matmul
 from fastkron_py.kron.canonical import Canonical, canonical
 from fastkron_py.kron.checks import Factor, check_tensors, factors_and_identities, is_identity, result_shape, shape_of
 from fastkron_py.kron.families import slice_pair
 from fastkron_py.kron.hadamard_orders import Hadamard, factor_sizes, matrices, with_matrices
+from fastkron_py.kron.multiply import Multiply
 from fastkron_py.kron.plan.steps import Launch
+from fastkron_py.kron.problem import Rows
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import backend_of_call, choose_backend, is_interpreting
+from fastkron_py.runtime.batching import viewed
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import HALF_DTYPES, check_integer, check_precision, check_scalar, check_tensor
@@ -25,7 +29,7 @@ from fastkron_py.runtime.eager import constants, without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.operator import Operator
-from fastkron_py.runtime.precision import autocast_dtype, autocasted, resolved, torch_products, wide
+from fastkron_py.runtime.precision import autocast_dtype, autocasted, resolved, wide
 from fastkron_py.runtime.program import Program, Scalar, bits
 
 if TYPE_CHECKING:
@@ -63,7 +67,7 @@ class Quantized(NamedTuple):
         """The product again, ``[*, N]`` of float32, with an error of at most half a step of the format."""
         values: Tensor = self.values
         if values.dtype in (torch.uint8, torch.float4_e2m1fn_x2):
-            signed = values.view(torch.int8)
+            signed = viewed(values, torch.int8)
             values = torch.stack([(signed << _NIBBLE) >> _NIBBLE, signed >> _NIBBLE], -1).flatten(-2)
         if self.values.dtype == torch.float4_e2m1fn_x2:
             code = (values & 7).float()  # steps of 1/2 to 2, of 1 to 4, of 2 to 6
@@ -198,8 +202,8 @@ def _quantized(found: Sequence[Tensor], dtype: Any, scale_format: str) -> Quanti
     """Values and scales as their dtypes, of bytes that a program stores."""
     values, scales = found
     if dtype is torch.float4_e2m1fn_x2:
-        values = values.view(dtype)
-    return Quantized(values, scales.view(torch.float8_e8m0fnu) if scale_format == "e8m0" else scales)
+        values = viewed(values, dtype)
+    return Quantized(values, viewed(scales, torch.float8_e8m0fnu) if scale_format == "e8m0" else scales)
 
 
 def _present(weight: Any) -> list[Any]:
@@ -285,67 +289,54 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
             return x.new_zeros(values.shape, dtype=torch.uint8).view(values.dtype), x.new_full(scales.shape, one, dtype=scales.dtype)
 
         return build.program(build.call(of_nothing, (x,), values, scales))
-    size = size or n
-    is_wide = x.dtype not in HALF_DTYPES
-    if choose_backend(backend, tensors[0]) == "torch":
-
-        def by_torch(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-            *factors, step = given
-            x = _prepared(prologue, eps, x, factors.pop() if prologue == "rms_norm" else None)
-            y, *factors = _widened(order, unit, x.reshape(-1, x.shape[-1] // groups), *factors)
-            if factors:
-                with torch_products(x, precision):
-                    problem = canonical(y, factors, False)
-                    y = problem.unpack(torch_backend.multiply(problem.x, problem.factors))
-            return _of_columns(y.view(*x.shape[:-1], n), size, step, kind, scale_format)
-
-        return build.program(build.call(by_torch, (x, *factors, *_present(weight)), values, scales, scalars=(Scalar(0),)))
-    from fastkron_py.kron.forward import add_multiply, mergeable
-
+    size, is_wide, by_torch = size or n, x.dtype not in HALF_DTYPES, choose_backend(backend, tensors[0]) == "torch"
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // (2 if prologue == "swiglu" else 1)
     parts = n // size if size % columns == 0 else 1  # of a row: products of their own
-    targets = build.empty(values.shape, values.dtype), build.empty(scales.shape, scales.dtype)
-    precision = resolved(precision)
+    targets = (values, scales) if by_torch else (build.empty(values.shape, values.dtype), build.empty(scales.shape, scales.dtype))
     segment = 0 if prologue and size == n else size
-    rotation = one_rotation(describe((rows * parts, width // parts), x.dtype), factors, order, segment, kind, build.device)
+    described = describe((rows * parts, width // parts), x.dtype)
+    rotation = None if by_torch else one_rotation(described, factors, order, segment, kind, build.device)
     fused = prologue if rotation is not None and size == n else ""
     if prologue and not fused:
         made = describe((*x.shape[:-1], width), x.dtype)
         x = build.call(lambda *given: _prepared(prologue, eps, *given), (x, *_present(weight)), made)
     matrix = build.reshape(x, (rows * parts, -1))
-    launcher: Launcher | None
+    launcher: Launcher | None = None
     if rotation is not None:
         matrix = matrix if matrix.stride(1) == 1 and not rotation.segment else build.contiguous(matrix)
         of_rows = {} if rotation.segment else {"N": width // parts, "PROLOGUE": fused, "EPS": eps}
         launcher = rotate.launcher(rotation, matrix, factors, FLOAT4=kind == FLOAT4, **of_rows)
-        tensors = (*factors, *[build.contiguous(w) for w in _present(weight) if fused]) or (matrix,)
-        build.launch(launcher, (matrix, tensors, targets[1], targets[0]), (Scalar(0), bits(unit)))
-        return build.program(targets)
-    if factors and order == groups == 1 and size == n and kind != FLOAT4 and scale_format == "float32":
+        others = (*factors, *[build.contiguous(w) for w in _present(weight) if fused]) or (matrix,)
+    elif factors and order == groups == 1 and size == n and kind != FLOAT4 and scale_format == "float32" and not by_torch:
+        from fastkron_py.kron.forward import mergeable
+
         problem = canonical(matrix, factors, False, build.reshape)
         problem = problem._replace(x=mergeable(build, problem.x))
-        launcher = quantizing_launch(problem, precision, kind, build.device)
-        if launcher is not None:
-            build.launch(launcher, (problem.x, tuple(problem.factors), targets[1], targets[0]), (Scalar(0), bits(0.0)))
-            return build.program(targets)
+        launcher = quantizing_launch(problem, resolved(precision), kind, build.device)
+        matrix, others = (matrix, ()) if launcher is None else (problem.x, tuple(problem.factors))
+    if launcher is not None:
+        build.launch(launcher, (matrix, others, targets[1], targets[0]), (Scalar(0), bits(0.0 if rotation is None else unit)))
+        return build.program(targets)
     y = build.reshape(matrix, (rows * groups, width // groups))
-    if not is_wide or order > 1:  # a row is rounded once, and far below 1 float16 has few bits; for these operands TF32 is exact
+    if not is_wide or order > 1:
         wide = x.dtype if is_wide else torch.float32
         sizes = [(f, f) for f in factor_sizes(order)] if order > 1 else []
-        described = [describe(t, wide) for t in (y.shape, *sizes, *[f.shape for f in factors])]
-        made = build.call(lambda *given: _widened(order, unit, *given), (y, *factors), *described)
+        results = [describe(t, wide) for t in (y.shape, *sizes, *[f.shape for f in factors])]
+        made = build.call(lambda *given: _widened(order, unit, *given), (y, *factors), *results)
         y, *factors = [made] if isinstance(made, Tensor) else made
-        precision = precision if is_wide else "high"
     if factors:
-        problem = canonical(y, factors, False, build.reshape)
-        y = add_multiply(build, problem.x, problem.factors, precision)
-    launcher = None if y.dtype == torch.float64 else rounding_launch(scales.numel(), size, kind, build.device)  # rows beyond float32
+        # A row is rounded once, and far below 1 float16 has few bits; for these operands TF32 is exact.
+        precision = precision if is_wide or by_torch else "high"
+        y, _ = Multiply(factors, "torch" if by_torch else "triton", precision).add(build, y, None)
+    if not by_torch and y.dtype != torch.float64:  # rows beyond float32
+        launcher = rounding_launch(scales.numel(), size, kind, build.device)
     if launcher is not None:
         build.launch(launcher, (build.contiguous(y), targets[1], targets[0]), (Scalar(0),))
         return build.program(targets)
     y = build.reshape(y, (*x.shape[:-1], n))
-    found = build.call(lambda y, step: _of_columns(y, size, step, kind, scale_format), (y,), values, scales, scalars=(Scalar(0),))
-    return build.program(found)
+    return build.program(
+        build.call(lambda y, step: _of_columns(y, size, step, kind, scale_format), (y,), values, scales, scalars=(Scalar(0),))
+    )
 
 
 def _prepared(prologue: str, eps: float, x: Tensor, weight: Any = None) -> Tensor:
@@ -385,12 +376,12 @@ def rounded(
     scales = torch.where(largest == 0, 1.0, (largest * step).clamp(min=torch.finfo(torch.float32).tiny))
     if scale_format == "e8m0":  # without the mantissa
         number, exponent = (torch.int64, -1 << 52) if y.dtype == torch.float64 else (torch.int32, -1 << 23)
-        scales = (scales.view(number) & exponent).view(y.dtype)
+        scales = viewed(viewed(scales, number) & exponent, y.dtype)
     scales = scales.float()
     scales = scales.masked_fill(scales.isinf(), math.nan)
     v = (y / scales).clamp(-LARGEST[kind], LARGEST[kind])
     if scale_format == "e8m0":
-        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+        scales = (viewed(scales, torch.int32) >> 23).to(torch.uint8)
     if kind in _FLOATS:
         return _floats(v, kind, generator), scales
     whole = _integers(v.nan_to_num(0.0), generator).to(torch.int8)
@@ -410,7 +401,7 @@ def _floats(v: Tensor, kind: str, generator: torch.Generator | None) -> Tensor:
     v = v.nan_to_num(0.0)
     mantissa, least = _FLOATS[kind]
     exponent = (torch.frexp(v).exponent - 1 - mantissa).clamp(min=least)  # of the distance of neighbouring numbers
-    distance = ((exponent + 127) << 23).view(torch.float32)
+    distance = viewed((exponent + 127) << 23, torch.float32)
     whole = _integers(v / distance, generator)
     if kind == "float8_e4m3fn":
         return (whole * distance).to(torch.float8_e4m3fn)
@@ -420,7 +411,7 @@ def _floats(v: Tensor, kind: str, generator: torch.Generator | None) -> Tensor:
 
 def _packed(halves: Tensor) -> Tensor:
     """Two neighbours' low four bits in a byte."""
-    low, high = halves.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    low, high = viewed(halves, torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     packed: Tensor = (low & 15) | (high << 4)
     return packed
 
@@ -461,9 +452,8 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
         kind: of the values.
         device: of all tensors.
     """
-    from fastkron_py.kron.forward import multiply_problem
+    from fastkron_py.kron.forward import launch_problem, multiply_problem
     from fastkron_py.kron.kernels.epilogues import TO_FLOAT8, TO_INTEGERS
-    from fastkron_py.kron.problem import LaunchProblem, Rows
 
     x, factors = problem.x, problem.factors
     ps, qs = ([f.shape[i] for f in factors] for i in (1, 2))
@@ -477,22 +467,8 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
     mode = whole.mode_of((*whole.shape[:2], 1, 1), math.prod(ps), math.prod(qs))
     launch = Launch(min(pairs, key=lambda pair: slice_pair.seconds(mode, pair)), slice_pair.name)
     rows, width = x.shape[1], launch.q // (2 if kind == "int4" else 1)
-    made = LaunchProblem(
-        x.dtype,
-        precision,
-        whole.gpu,
-        (1, rows, 1, 1),
-        launch,
-        TO_FLOAT8 if kind == "float8_e4m3fn" else TO_INTEGERS,
-        0,
-        1,
-        whole.x,
-        Rows(0, width, 1),
-        Rows(0, 1, 1),
-        tuple([(f.shape[1], f.shape[2]) for f in factors]),
-        tuple([(0, f.stride(1), f.stride(2)) for f in factors]),
-    )
-    return made.launcher
+    made = launch_problem(whole, launch, (1, rows, 1, 1), 0, whole.x, Rows(0, width, 1), final=False)
+    return replace(made, epilogue=TO_FLOAT8 if kind == "float8_e4m3fn" else TO_INTEGERS, z=Rows(0, 1, 1)).launcher
 
 
 def rounding_launch(rows: int, n: int, kind: str, device: torch.device) -> Launcher | None:
@@ -519,18 +495,8 @@ def rounding_launch(rows: int, n: int, kind: str, device: torch.device) -> Launc
 # ---- the operator ----------------------------------------------------------------------------------
 
 
-def _fake(
-    x: Tensor,
-    factors: Sequence[Tensor],
-    step: float,
-    unit: float,
-    groups: int,
-    order: int,
-    size: int,
-    kind: str,
-    scale_format: str,
-    *rest: Any,
-) -> tuple[Tensor, Tensor]:
+def _fake(x: Tensor, factors: Sequence[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
+    _, _, groups, order, size, kind, scale_format, *_ = options
     n = groups * order * math.prod([f.shape[1] for f in factors if f.ndim > 1])
     values, scales = _shapes(x.shape, n, size, kind)
     return x.new_empty(values, dtype=STORED[kind]), x.new_empty(scales, dtype=SCALES[scale_format])

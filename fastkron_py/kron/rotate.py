@@ -34,7 +34,7 @@ class Rotation(NamedTuple):
         segment: elements with a scale of their own, of a launch whose warps have groups of any rows; 0 for whole rows in a program.
         cut: factors of A; those of B follow.
         orders: of A and B without the identities that widen them.
-        p: rows of A.
+        p: rows of A: 16, 32 or 64.
         warps: of a program.
         rows: of a program.
         chunks: groups of a warp.
@@ -54,12 +54,8 @@ class Rotation(NamedTuple):
 def rotation(width: int, order: int, shapes: Sequence[tuple[int, ...]], is_bfloat16: bool = True, segment: int = 0) -> Rotation | None:
     """The launch for rows of this width; None where the kernels do not take them.
 
-    Args:
-        width: of a row.
-        order: of Sylvester's matrix, where there are no factors.
-        shapes: of the factors of a group.
-        is_bfloat16: whether they are of bfloat16, whose numbers are parts by themselves.
-        segment: columns with a scale of their own, a divisor of the width; 0 for those of a program's whole row.
+    Without factors' shapes a group has Sylvester's matrix of this order. Numbers of bfloat16 are parts by themselves. A segment is the
+    columns with a scale of their own, a divisor of the width; 0 is a program's whole row.
     """
     found = _split(order) if not shapes else _cut(shapes) if order == 1 else None
     if found is None or width % _VECTOR:
@@ -100,13 +96,10 @@ def _cut(shapes: Sequence[tuple[int, ...]]) -> tuple[int, tuple[int, int]] | Non
 
 
 def launcher(made: Rotation, x: Tensor, factors: Sequence[Tensor], **options: Any) -> Launcher:
-    """The launch from x, the factors or another tensor, scales and values, with two scalars.
+    """The launch from x ``[rows, width]``, a group's factors or another tensor, scales and values, with two scalars.
 
-    Args:
-        made: see `rotation`.
-        x: ``[rows, width]``, with neighbours in memory; for segments contiguous.
-        factors: of a group.
-        options: FLOAT4, and of whole rows N, PROLOGUE and EPS: as the kernels have them.
+    Neighbours of x lie side by side in memory; for segments it is contiguous. Options are FLOAT4, and of whole rows N, PROLOGUE and EPS: as
+    the kernels have them.
     """
     from fastkron_py.kron.kernels.rotate import _rotate_rows_kernel, _rotate_segments_kernel
     from fastkron_py.runtime.backend import is_interpreting
@@ -116,19 +109,14 @@ def launcher(made: Rotation, x: Tensor, factors: Sequence[Tensor], **options: An
     strides = tuple([(0, *f.stride()) for f in factors]) or ((0, 0, 0),)
     if made.segment:
         kernel, programs = _rotate_segments_kernel, math.ceil(x.numel() / (groups * made.p * SIDE))
-        arguments: dict[str, Any] = {"size": x.numel(), "factor_strides": strides, "SEGMENT": made.segment}
+        arguments: dict[str, Any] = {"size": x.numel()}
     else:
         kernel, programs = _rotate_rows_kernel, math.ceil(rows / made.rows)
-        arguments = {"rows": rows, "x_stride": x.stride(0), "factor_strides": strides, "ROWS": made.rows}
+        arguments = {"rows": rows, "x_stride": x.stride(0)}
     arguments |= {
+        "factor_strides": strides,
         "SHAPES": tuple([tuple(f.shape) for f in factors]),
-        "CUT": made.cut,
-        "ORDERS": made.orders,
-        "P": made.p,
-        "C": made.warps,
-        "CHUNKS": made.chunks,
-        "A_PARTS": made.parts[0],
-        "B_PARTS": made.parts[1],
+        "PLAN": made,
         "PRECISION": "emulated" if is_interpreting() else "ieee",
         "num_warps": made.warps,
         **options,

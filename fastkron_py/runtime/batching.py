@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.eager import is_functionalizing, transforms_active
 
 _MOST_LEVELS: Final = 64  # torch's own limit
 _BATCHES: Final = "batches of gradients"  # a word of `torch_internals.works`
@@ -27,6 +28,27 @@ def vmap_by_sample(
     container = type(found[0])
     results = container(torch.stack(of_one) for of_one in zip(*found, strict=True))
     return results, container(0 for _ in results)
+
+
+def viewed(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.view(dtype)``, without gradients, of a dtype of the same width; torch 2.11 has no rule for vmap."""
+    if transforms_active() and not is_functionalizing():  # where no autograd function may be
+        return _View.apply(t, dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return t.view(dtype)
+
+
+class _View(torch.autograd.Function):
+    @staticmethod
+    def forward(t: Tensor, dtype: torch.dtype) -> Tensor:
+        return t.view(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], t: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+        return viewed(t, dtype), in_dims[0]
 
 
 def take(found: Sequence[Any], needs: Sequence[bool]) -> list[Any]:

@@ -301,6 +301,30 @@ def test_groups_in_graphs_batches_and_autocast(backend_name: str, device: torch.
         assert empty.values.shape == (0, x.shape[1] // 2)
 
 
+@pytest.mark.parametrize("scale_format", ["float32", "e8m0"])
+def test_batches_without_views_as_another_dtype(scale_format: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 has no vmap rule of them."""
+    view = torch.Tensor.view
+
+    def refusing(t: torch.Tensor, *args: Any) -> torch.Tensor:
+        if isinstance(args[0], torch.dtype) and torch._C._functorch.is_batchedtensor(t):
+            raise RuntimeError("Batching rule not implemented for aten::view.dtype")
+        return view(t, *args)
+
+    monkeypatch.setattr(torch.Tensor, "view", refusing)
+    x = problem([(128, 128)], torch.bfloat16, device, (2, 3))[0]
+    for kind in FORMATS:
+
+        def rounded(x: torch.Tensor, kind: Any = kind, generator: Any = None) -> torch.Tensor:
+            options = {"group_size": 32, "scale_format": scale_format, "generator": generator}
+            return kron_quantize(x, [4, Hadamard(32, 0.2)], kind, **options).dequantize()
+
+        for function in (torch.func.vmap(rounded, in_dims=1, out_dims=1), torch.func.vmap(torch.func.vmap(rounded))):
+            assert torch.equal(function(x), rounded(x))
+        at_random = torch.func.vmap(rounded, randomness="different")(x, generator=torch.Generator(device))
+        torch.testing.assert_close(at_random, rounded(x), rtol=0.5, atol=2.0)
+
+
 def test_groups_take_one_launch(device: torch.device) -> None:
     """Half types of the first list do, and the second list does not."""
     for name in GROUPS:

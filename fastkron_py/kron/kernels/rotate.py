@@ -5,7 +5,8 @@ A group of ``16 * P`` neighbours is a matrix ``x [P, 16]``, and its product with
 wants its right operand, so that no element changes threads before it is a small number. A program of C warps holds whole rows; each warp
 has a group at a time. Where a segment is at most a group, rows do not matter: x is one run of groups, and each warp rounds its own.
 
-Half types alone. Sums are of float32; between the products they are two numbers of bfloat16, whose error is 2^-16 of a sum.
+Half types alone. Sums are of float32; between the products they are two numbers of bfloat16, whose error is 2^-16 of a sum. PLAN is a
+`rotate.Rotation`, with P, C and the matrices' sizes.
 """
 
 import triton
@@ -86,48 +87,39 @@ def _high(t):
 
 
 @triton.jit
-def _matrices(
-    ptrs,
-    strides,
-    X: tl.constexpr,
-    SHAPES: tl.constexpr,
-    CUT: tl.constexpr,
-    ORDERS: tl.constexpr,
-    P: tl.constexpr,
-    C: tl.constexpr,
-    A_PARTS: tl.constexpr,
-    B_PARTS: tl.constexpr,
-):
-    """(B^T, what its numbers of x's dtype leave of it, A, what bfloat16 leaves of it), each for C warps; see `_rotate_rows_kernel`."""
+def _matrices(ptrs, strides, X: tl.constexpr, SHAPES: tl.constexpr, PLAN: tl.constexpr):
+    """(B^T, what its numbers of x's dtype leave of it, A, what bfloat16 leaves of it), each for all warps; see `_rotate_rows_kernel`."""
     m, k = tl.arange(0, SIDE)[None, :, None], tl.arange(0, SIDE)[None, None, :]
-    b_entries = _matrix(_column_of_step(k), _column_of_sum(m), ptrs, strides, SHAPES, CUT, len(SHAPES), ORDERS[1])
-    p, q = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
-    a_entries = _matrix(p, q, ptrs, strides, SHAPES, 0, CUT, ORDERS[0])
-    b = _for_each(b_entries, C, X)
+    b_entries = _matrix(_column_of_step(k), _column_of_sum(m), ptrs, strides, SHAPES, PLAN.cut, len(SHAPES), PLAN.orders[1])
+    p, q = tl.arange(0, PLAN.p)[None, :, None], tl.arange(0, PLAN.p)[None, None, :]
+    a_entries = _matrix(p, q, ptrs, strides, SHAPES, 0, PLAN.cut, PLAN.orders[0])
+    b = _for_each(b_entries, PLAN.warps, X)
     b_rest = b
-    if B_PARTS == 2:
-        b_rest = _for_each(b_entries - b_entries.to(X).to(tl.float32), C, X)
-    a = _for_each(a_entries, C, tl.bfloat16)
+    if PLAN.parts[1] == 2:
+        b_rest = _for_each(b_entries - b_entries.to(X).to(tl.float32), PLAN.warps, X)
+    a = _for_each(a_entries, PLAN.warps, tl.bfloat16)
     a_rest = a
-    if A_PARTS == 2:
-        a_rest = _for_each(a_entries - a_entries.to(tl.bfloat16).to(tl.float32), C, tl.bfloat16)
+    if PLAN.parts[0] == 2:
+        a_rest = _for_each(a_entries - a_entries.to(tl.bfloat16).to(tl.float32), PLAN.warps, tl.bfloat16)
     return b, b_rest, a, a_rest
 
 
 @triton.jit
-def _by_b(parts, matrices, C: tl.constexpr, P: tl.constexpr, B_PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def _by_b(parts, matrices, PLAN: tl.constexpr, PRECISION: tl.constexpr):
     """``B^T x^T`` ``[C, 16, P]`` of groups in parts, and of `_matrices`."""
+    C: tl.constexpr = PLAN.warps
+    P: tl.constexpr = PLAN.p
     x = _right_operand(parts, C, P)
     z = dot(matrices[0], x, tl.zeros((C, SIDE, P), tl.float32), PRECISION)
-    return dot(matrices[1], x, z, PRECISION) if B_PARTS == 2 else z
+    return dot(matrices[1], x, z, PRECISION) if PLAN.parts[1] == 2 else z
 
 
 @triton.jit
-def _by_a(z, matrices, A_PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def _by_a(z, matrices, PLAN: tl.constexpr, PRECISION: tl.constexpr):
     """``z A``."""
     high = _high(z)
     w = dot((z - high).to(tl.bfloat16), matrices[2], tl.zeros(z.shape, tl.float32), PRECISION)
-    if A_PARTS == 2:
+    if PLAN.parts[0] == 2:
         w = dot(high.to(tl.bfloat16), matrices[3], w, PRECISION)
     return dot(high.to(tl.bfloat16), matrices[2], w, PRECISION)
 
@@ -181,14 +173,7 @@ def _rotate_rows_kernel(
     unit: tl.int64,  # float64 pattern: scales the sums
     N: tl.constexpr,
     SHAPES: tl.constexpr,  # of the factors
-    CUT: tl.constexpr,  # factors of A
-    ORDERS: tl.constexpr,  # of A's and B's blocks
-    P: tl.constexpr,  # of A: 16, 32 or 64
-    C: tl.constexpr,  # warps
-    ROWS: tl.constexpr,  # of a program, C if it is more than one
-    CHUNKS: tl.constexpr,  # groups of a warp
-    A_PARTS: tl.constexpr,
-    B_PARTS: tl.constexpr,
+    PLAN: tl.constexpr,  # of as many rows as warps, if of more than one
     PRECISION: tl.constexpr,
     FLOAT4: tl.constexpr,
     PROLOGUE: tl.constexpr,  # "swiglu" of x [rows, 2 * N], "rms_norm", or "" for none
@@ -197,11 +182,15 @@ def _rotate_rows_kernel(
     FORMAT: tl.constexpr = "float4" if FLOAT4 else out_ptr.dtype.element_ty
     SCALES: tl.constexpr = scales_ptr.dtype.element_ty
     X: tl.constexpr = x_ptr.dtype.element_ty
+    P: tl.constexpr = PLAN.p
+    C: tl.constexpr = PLAN.warps
+    ROWS: tl.constexpr = PLAN.rows
+    CHUNKS: tl.constexpr = PLAN.chunks
     warp = tl.arange(0, C)
     row = tl.program_id(0).to(tl.int64) * ROWS + (warp // (C // ROWS))
     group = warp % (C // ROWS)
     inside = row < rows
-    matrices = _matrices(factor_ptrs, factor_strides, X, SHAPES, CUT, ORDERS, P, C, A_PARTS, B_PARTS)
+    matrices = _matrices(factor_ptrs, factor_strides, X, SHAPES, PLAN)
 
     loaded = ()
     for c in tl.static_range(CHUNKS):
@@ -217,8 +206,8 @@ def _rotate_rows_kernel(
     sums = ()
     largest = tl.zeros((C, SIDE, P), tl.float32)
     for c in tl.static_range(CHUNKS):
-        z = _by_b(loaded[c * (P // 8) : (c + 1) * (P // 8)], matrices, C, P, B_PARTS, PRECISION)
-        w = _by_a(z, matrices, A_PARTS, PRECISION)
+        z = _by_b(loaded[c * (P // 8) : (c + 1) * (P // 8)], matrices, PLAN, PRECISION)
+        w = _by_a(z, matrices, PLAN, PRECISION)
         largest = tl.maximum(largest, tl.abs(w), propagate_nan=tl.PropagateNan.ALL)
         sums = sums + (w,)  # type: ignore[assignment]  # noqa: RUF005
 
@@ -250,33 +239,30 @@ def _rotate_segments_kernel(
     factor_strides,  # the rest as of rows
     alpha: tl.int64,
     unit: tl.int64,
-    SEGMENT: tl.constexpr,  # elements with a scale of their own, a power of two
     SHAPES: tl.constexpr,
-    CUT: tl.constexpr,
-    ORDERS: tl.constexpr,
-    P: tl.constexpr,
-    C: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    A_PARTS: tl.constexpr,
-    B_PARTS: tl.constexpr,
+    PLAN: tl.constexpr,
     PRECISION: tl.constexpr,
     FLOAT4: tl.constexpr,
 ):
     FORMAT: tl.constexpr = "float4" if FLOAT4 else out_ptr.dtype.element_ty
     SCALES: tl.constexpr = scales_ptr.dtype.element_ty
+    P: tl.constexpr = PLAN.p
+    C: tl.constexpr = PLAN.warps
+    CHUNKS: tl.constexpr = PLAN.chunks
+    SEGMENT: tl.constexpr = PLAN.segment
     SEGMENTS: tl.constexpr = SIDE * P // SEGMENT
-    TOGETHER: tl.constexpr = max(ORDERS[0], SEGMENT // SIDE)  # columns of A with one fate if an element is not finite
+    TOGETHER: tl.constexpr = max(PLAN.orders[0], SEGMENT // SIDE)  # columns of A with one fate if an element is not finite
     first = (tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)) * CHUNKS
-    matrices = _matrices(factor_ptrs, factor_strides, x_ptr.dtype.element_ty, SHAPES, CUT, ORDERS, P, C, A_PARTS, B_PARTS)
+    matrices = _matrices(factor_ptrs, factor_strides, x_ptr.dtype.element_ty, SHAPES, PLAN)
     loaded = ()
     for i in tl.static_range(CHUNKS * P // 8):
         at = (first * (SIDE * P) + i * PART)[:, None] + tl.arange(0, PART)[None, :]
         loaded = loaded + (tl.load(x_ptr + at, mask=at < size, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     target = _in_words(out_ptr)
     for c in tl.static_range(CHUNKS):
-        z = _by_b(loaded[c * (P // 8) : (c + 1) * (P // 8)], matrices, C, P, B_PARTS, PRECISION)
+        z = _by_b(loaded[c * (P // 8) : (c + 1) * (P // 8)], matrices, PLAN, PRECISION)
         bits = tl.abs(z).to(tl.int32, bitcast=True)
-        w = _by_a(tl.where(bits < INFINITY, z, 0.0), matrices, A_PARTS, PRECISION)  # a zero of A times infinity would be a neighbour's NaN
+        w = _by_a(tl.where(bits < INFINITY, z, 0.0), matrices, PLAN, PRECISION)  # a zero of A times infinity would be a neighbour's NaN
         largest = (tl.abs(w) * tl.abs(scalar(unit, tl.float32))).to(tl.int32, bitcast=True)
         largest = tl.max(tl.max(largest.reshape(C, SIDE, SEGMENTS, SEGMENT // SIDE), 3), 1)
         of_block = tl.max(tl.max(bits, 1).reshape(C, P // TOGETHER, TOGETHER), 2)
