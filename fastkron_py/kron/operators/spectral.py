@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.operator import multiply_scaled
 from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.algebra import kron_vectors
-from fastkron_py.kron.operators.implicit import OfForm, linear_solve, pull_back
+from fastkron_py.kron.operators.implicit import Last, OfForm, linear_solve, pull_back
 from fastkron_py.kron.operators.modes import sum_matmul
 from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined, reduced, schur_basis
 from fastkron_py.kron.operators.schur import solve_triangular
@@ -317,24 +318,18 @@ class _LogSumGradient(OfForm):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.form.by_vectors:
             raise LinAlgError("second derivatives of logdet: expected factors with eigenvectors; got nearly dependent ones")
-        found = _LogSumSecond.apply(ctx.form, *cotangents, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        message = "logdet: derivatives of the first and the second order are there, those of the third are not"
+        found = Last.apply((partial(_second, ctx.form), message), *cotangents, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         return None, *found, *[None] * (len(ctx.saved_tensors) - len(found))
 
 
-class _LogSumSecond(OfForm):
+def _second(form: _LogForm, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The gradients of the cotangent, shift and factors, of cotangents of `_LogSumGradient`'s results and its tensors."""
-
-    @staticmethod
-    def forward(form: _LogForm, *tensors: Tensor) -> tuple[Tensor, ...]:
-        count = form.size + 1
-        cotangents, rest = tensors[:count], tensors[count:]
-        own = rest[: count + 1]
-        found = pull_back(_gradient(form, rest[1:], True), own, [True] * len(own), cotangents)
-        return tuple([t for t in found if t is not None])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> NoReturn:
-        raise NotImplementedError("logdet: derivatives of the first and the second order are there, those of the third are not")
+    count = form.size + 1
+    cotangents, rest = tensors[:count], tensors[count:]
+    own = rest[: count + 1]
+    found = pull_back(_gradient(form, rest[1:], True), own, [True] * len(own), cotangents)
+    return tuple([t for t in found if t is not None])
 
 
 def _gradient(form: _LogForm, tensors: Sequence[Tensor], second: bool) -> Any:
