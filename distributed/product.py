@@ -19,8 +19,8 @@ from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
 from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, matrices, per_factor
-from fastkron_py.kron.operators.cg import Convergence
 from fastkron_py.kron.operators.implicit import linear_solve
+from fastkron_py.kron.operators.krylov import Convergence
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, combined
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
 from fastkron_py.kron.operators.shifted import IterativeSystem, Shifted, check_real, slogdet

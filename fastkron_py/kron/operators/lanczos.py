@@ -25,8 +25,8 @@ from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra, spectral
-from fastkron_py.kron.operators.cg import Stopping, conjugate_gradients
 from fastkron_py.kron.operators.implicit import Last, OfForm, System
+from fastkron_py.kron.operators.krylov import Stopping, conjugate_gradients
 from fastkron_py.kron.operators.pencil import check_hermitian
 from fastkron_py.kron.operators.shifted import VECTOR, Shifted, check_real, preconditioner, slogdet, solve_directly
 from fastkron_py.kron.points import Points, gathered, scattered

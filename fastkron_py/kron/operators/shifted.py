@@ -14,8 +14,8 @@ from torch import Tensor
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra, spectral
-from fastkron_py.kron.operators.cg import WHOLE, Convergence, Inner, Stopping, conjugate_gradients
 from fastkron_py.kron.operators.implicit import linear_solve
+from fastkron_py.kron.operators.krylov import WHOLE, Convergence, Inner, Stopping, conjugate_gradients
 from fastkron_py.kron.operators.matrix_function import multiply_by_function, square_root
 from fastkron_py.kron.operators.pencil import WHOLE as WHOLE_BASIS
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, check_positive, combined, eigenbasis, reduced

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastkron_py.kron.checks import broadcast_batch, right_hand_side
 from fastkron_py.kron.operators.algebra import SlogDet, check_linalg_dtype, log_of
-from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
+from fastkron_py.kron.operators.krylov import Convergence, Stopping, stopping
 from fastkron_py.kron.operators.lanczos import Probes
 from fastkron_py.kron.operators.lazy import DENSE_LIMIT, LazyOperator
 from fastkron_py.runtime.checks import check_integer
