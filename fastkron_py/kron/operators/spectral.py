@@ -22,8 +22,7 @@ from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.algebra import kron_vectors
 from fastkron_py.kron.operators.implicit import Last, OfForm, linear_solve, pull_back
 from fastkron_py.kron.operators.modes import sum_matmul
-from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined, reduced, schur_basis
-from fastkron_py.kron.operators.schur import solve_triangular
+from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined, reduced, schur_basis, solve_triangular
 from fastkron_py.runtime.batching import batchable_one_by_one
 from fastkron_py.runtime.precision import has_precisions, resolved
 
