@@ -8,6 +8,7 @@ The formulas are those of Van Loan, "The ubiquitous Kronecker product" (2000).
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, Final, NamedTuple
@@ -19,7 +20,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from fastkron_py.kron.checks import Factor, broadcast_batch, is_identity, right_hand_side, shape_of
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.torch_steps import multiplied_out
-from fastkron_py.runtime.errors import type_error, value_error
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _LINALG_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -303,6 +304,14 @@ def _det(f: Tensor, is_singular: Tensor) -> Tensor:
 def inverse(factors: Sequence[Factor]) -> list[Factor]:
     """Factors of the inverse: the inverses of the factors."""
     return per_factor(factors, "inverse", torch.linalg.inv)
+
+
+def check_rcond(rcond: Any) -> None:
+    """Raise TypeError or ValueError unless it is None or a number from 0 to 1."""
+    if rcond is not None and (isinstance(rcond, bool) or not isinstance(rcond, numbers.Real)):
+        raise type_error("rcond", "a number or None", type_name(rcond))
+    if rcond is not None and not 0 <= float(rcond) < 1:
+        raise value_error("rcond", "a number of at least 0 and less than 1", rcond)
 
 
 def pinv(factors: Sequence[Factor], rcond: float | None) -> list[Factor]:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastkron_py.runtime.batching import batchable, take, vmap_by_sample
 from fastkron_py.runtime.eager import transforms_active, without_autocast
@@ -26,6 +27,12 @@ class System(Protocol):
 
     def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A^-1 b``, or ``A^-H b``; autograd does not follow it."""
+
+
+def constant(t: Tensor) -> Tensor:
+    """The values of a tensor: `Tensor.detach` keeps the tangent of forward mode."""
+    found: Tensor = forward_ad.unpack_dual(t).primal.detach()
+    return found
 
 
 def pull_back(

@@ -25,7 +25,7 @@ from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra, spectral
-from fastkron_py.kron.operators.implicit import Last, OfForm, System
+from fastkron_py.kron.operators.implicit import Last, OfForm, System, constant
 from fastkron_py.kron.operators.krylov import Stopping, conjugate_gradients
 from fastkron_py.kron.operators.pencil import check_hermitian
 from fastkron_py.kron.operators.shifted import VECTOR, Shifted, check_real, preconditioner, slogdet, solve_directly
@@ -115,12 +115,6 @@ class _Once(OfForm):
 def once(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same tensors; derivatives of the second order by them raise an error."""
     return [_Once.apply(None, t) for t in tensors]  # type: ignore[no-untyped-call]
-
-
-def constant(t: Tensor) -> Tensor:
-    """The values of a tensor: `Tensor.detach` keeps the tangent of forward mode."""
-    found: Tensor = forward_ad.unpack_dual(t).primal.detach()
-    return found
 
 
 def _is_differentiated(t: Tensor) -> bool:

@@ -33,7 +33,6 @@ from fastkron_py.kron.operators.shifted import EQUAL, VECTOR, IterativeSystem
 from fastkron_py.kron.operators.solvable import Determinant, Iterations, Solvable
 from fastkron_py.runtime.errors import type_error, value_error
 
-_ILL: Final = -0.5  # power of eps: the condition of eigenvectors up to which they are taken
 _WEIGHT: Final = 0.6180339887  # of a term against the one before it, in the matrix whose eigenvectors are tried
 
 
@@ -366,7 +365,7 @@ def _basis(factors: Sequence[Tensor], masses: Sequence[Tensor], eps: float) -> B
     except LinAlgError:
         return None
     is_finite = is_meta or all([bool(v.isfinite().all()) for v in basis.values])
-    return basis if is_finite and all([float(c) < eps**_ILL for c in basis.conditions]) else None
+    return basis if is_finite and all([float(c) < eps**spectral.ILL for c in basis.conditions]) else None
 
 
 def _is_definite(m: Tensor) -> bool:
