@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from statistics import quantiles
 from typing import Final
@@ -37,12 +36,12 @@ class Settings:
     seconds: float  # for each method of each problem, about
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measurement:
     """One method on one problem. ``failure`` is empty where it was timed; else it holds the reason."""
 
     method: str
-    turns: tuple[float, ...] = ()  # seconds of a call, the shortest of each turn
+    turns: list[float] = field(default_factory=list)  # seconds of a call, the shortest of each turn
     memory_bytes: int = 0
     error: float = float("nan")
     failure: str = ""
@@ -91,52 +90,39 @@ def compare(shape: Shape, settings: Settings) -> list[Measurement]:
     x = random(rows, math.prod(p for p, _ in sizes)).to(settings.dtype)
     dy = random(rows, math.prod(q for _, q in sizes)).to(settings.dtype)
     exact = _call(_Method("", reference.kron_matmul), x.double(), [f.double() for f in factors], dy.double(), settings.with_gradients)()
-    trials = [_Trial(method, _call(method, x, factors, dy, settings.with_gradients), settings) for method in _methods()]
-    for trial in trials:
-        trial.attempt(partial(trial.check, exact))
+    methods = _methods()
+    calls = [_call(method, x, factors, dy, settings.with_gradients) for method in methods]
+    found = [Measurement(method.name) for method in methods]
+
+    def each(step: Callable[[_Method, Callable[[], list[Tensor]], Measurement], None]) -> None:
+        """Take a step with each method that has not failed."""
+        for method, call, one in zip(methods, calls, found, strict=True):
+            try:
+                if not one.failure:
+                    step(method, call, one)
+            except (RuntimeError, MemoryError) as error:
+                one.error, one.failure = float("nan"), str(error).splitlines()[0] if str(error) else type(error).__name__
+
+    def check(method: _Method, call: Callable[[], list[Tensor]], one: Measurement) -> None:
+        results = [r.mT for r in call()] if method.is_left else call()
+        one.error = max(float((r.double() - e).norm() / e.norm()) for r, e in zip(results, exact, strict=True))
+        one.failure = "" if one.error <= LIMITS[settings.dtype] else "WRONG"  # NaN is wrong
+
+    def take_turn(_: _Method, call: Callable[[], list[Tensor]], one: Measurement) -> None:
+        one.turns.append(best_seconds(call, settings.device, settings.seconds / TURNS))
+
+    def weigh(_: _Method, call: Callable[[], list[Tensor]], one: Measurement) -> None:
+        one.memory_bytes = peak_bytes(call, settings.device)
+
+    each(check)
     # In turns, since other work on the machine comes and goes.
-    end = time.perf_counter() + settings.seconds * len(trials)
+    end = time.perf_counter() + settings.seconds * len(methods)
     for turn in range(TURNS):
         if turn >= TURNS_LEAST and time.perf_counter() > end:
             break
-        for trial in trials:
-            trial.attempt(trial.time)
-    for trial in trials:
-        trial.attempt(trial.weigh)
-    return [trial.found for trial in trials]
-
-
-class _Trial:
-    """One method on one problem: it is checked, timed and weighed, until a step fails."""
-
-    def __init__(self, method: _Method, call: Callable[[], list[Tensor]], settings: Settings) -> None:
-        self._method, self._call, self._settings = method, call, settings
-        self.found = Measurement(method.name)
-
-    def attempt(self, step: Callable[[], Measurement]) -> None:
-        """Take a step, unless one has failed."""
-        if self.found.failure:
-            return
-        try:
-            self.found = step()
-        except (RuntimeError, MemoryError) as error:
-            self.found = Measurement(self._method.name, failure=str(error).splitlines()[0] if str(error) else type(error).__name__)
-
-    def check(self, exact: list[Tensor]) -> Measurement:
-        """Compare the results with the reference's."""
-        results = [r.mT for r in self._call()] if self._method.is_left else self._call()
-        error = max(float((r.double() - e).norm() / e.norm()) for r, e in zip(results, exact, strict=True))
-        failure = "" if error <= LIMITS[self._settings.dtype] else "WRONG"  # NaN is wrong
-        return replace(self.found, error=error, failure=failure)
-
-    def time(self) -> Measurement:
-        """Take a turn's shortest time."""
-        seconds = best_seconds(self._call, self._settings.device, self._settings.seconds / TURNS)
-        return replace(self.found, turns=(*self.found.turns, seconds))
-
-    def weigh(self) -> Measurement:
-        """Measure the memory."""
-        return replace(self.found, memory_bytes=peak_bytes(self._call, self._settings.device))
+        each(take_turn)
+    each(weigh)
+    return found
 
 
 def _call(method: _Method, x: Tensor, factors: list[Tensor], dy: Tensor, with_gradients: bool) -> Callable[[], list[Tensor]]:
