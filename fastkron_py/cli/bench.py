@@ -15,9 +15,8 @@ from rich.markup import escape
 
 import fastkron_py
 from fastkron_py.cli.compare import HAS_GPYTORCH, OURS, Measurement, Settings, compare
-from fastkron_py.cli.display import chosen_device, device_name, fail, number, table
+from fastkron_py.cli.display import bytes_text, chosen_device, device_name, fail, number, seconds_text, table
 from fastkron_py.cli.shapes import Shape, parse_shapes
-from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.kron.tune.table import ITEMSIZE
 from fastkron_py.runtime.errors import value_error
 

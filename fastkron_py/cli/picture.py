@@ -9,8 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from fastkron_py.cli.demo import KEEP, SIGMA, Array, Cost, Demo
-from fastkron_py.cli.display import device_name
-from fastkron_py.cli.text import bytes_text, seconds_text
+from fastkron_py.cli.display import bytes_text, device_name, seconds_text
 from fastkron_py.runtime.errors import value_error
 
 INK: Final = "#1f2933"
