@@ -121,14 +121,15 @@ def _places() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
     from gpytorch.kernels import GridKernel
     from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy, InterpolatedPredictionStrategy
 
-    from fastkron_py.integrations.gpytorch import added_diagonal, missing
+    from fastkron_py.integrations.gpytorch import covariances
 
     return (
         *places,
         (GridKernel, "forward", _evaluate),
-        (MultivariateNormal, "log_prob", added_diagonal.log_prob),
-        (LinearOperator, "solve", added_diagonal.solve),
-        *[(c, "exact_predictive_covar", missing.predicted_covariance) for c in (DefaultPredictionStrategy, InterpolatedPredictionStrategy)],
+        (MultivariateNormal, "log_prob", covariances.log_prob),
+        (LinearOperator, "solve", covariances.solve),
+        (DefaultPredictionStrategy, "exact_predictive_covar", covariances.predicted_covariance),
+        (InterpolatedPredictionStrategy, "exact_predictive_covar", covariances.predicted_covariance),
     )
 
 
@@ -137,9 +138,9 @@ def _of_botorch() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
     module = sys.modules.get("botorch.posteriors.multitask")
     if module is None or not hasattr(module, "MultitaskGPPosterior"):
         return ()
-    from fastkron_py.integrations.gpytorch import missing
+    from fastkron_py.integrations.gpytorch import covariances
 
-    return ((module.MultitaskGPPosterior, "__init__", missing.multitask_posterior),)
+    return ((module.MultitaskGPPosterior, "__init__", covariances.multitask_posterior),)
 
 
 class _Hooks:
