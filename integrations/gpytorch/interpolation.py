@@ -17,7 +17,7 @@ from linear_operator.operators import DenseLinearOperator, ToeplitzLinearOperato
 from torch import Tensor
 
 from fastkron_py.integrations.gpytorch.operators import FastProducts
-from fastkron_py.integrations.gpytorch.parts import TOEPLITZ_LIMIT, toeplitz
+from fastkron_py.integrations.gpytorch.products import TOEPLITZ_LIMIT, toeplitz
 
 # Where torch multiplies with compressed rows: on a CPU with MKL only (measured there, 15 to 35 times faster than with a list of elements).
 COMPRESSED: Final = ("cuda", "cpu") if torch.backends.mkl.is_available() else ("cuda",)

@@ -15,8 +15,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from fastkron_py.integrations.gpytorch.parts import Parts, parts_of
-from fastkron_py.integrations.gpytorch.products import dense_run, factor_gradients, multiply
+from fastkron_py.integrations.gpytorch.products import Parts, dense_run, factor_gradients, multiply, parts_of
 from fastkron_py.runtime.errors import value_error
 
 
@@ -121,7 +120,7 @@ class KroneckerLinearOperator(FastProducts, KroneckerProductLinearOperator):  # 
 
     A `linear_operator.operators.KroneckerProductLinearOperator` in all respects. Products and their gradients are
     `fastkron_py.kron_matmul_left` and its fused backward pass (FastKron: Jangda and Yadav, PPoPP 2024); which factors
-    keep their structure is said in `fastkron_py.integrations.gpytorch.parts`.
+    keep their structure is said in `fastkron_py.integrations.gpytorch.products`.
 
     Args:
         *linear_ops: tensors or operators ``[*batch_i, P_i, Q_i]`` of one dtype and device; batches broadcast. The
