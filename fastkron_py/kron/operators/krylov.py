@@ -63,6 +63,27 @@ def stopping(tolerance: Any, max_iterations: Any, progress: Any, dtype: torch.dt
     return Stopping(float(tolerance), int(max_iterations), progress)
 
 
+class Iterations(NamedTuple):
+    """The options of a solve, for where it takes iterations.
+
+    Attributes:
+        stop: when they end.
+        preconditioner: True for the operator's own, False for none, or a function of a residual.
+        note: is told how they ended, those of backward passes too.
+        mask: bool ``[*batch, n, 1]``: the rows and columns that are solved with; None for all.
+    """
+
+    stop: Stopping
+    preconditioner: bool | Callable[[Tensor], Tensor]
+    note: Callable[[Convergence], None]
+    mask: Tensor | None = None
+
+    @property
+    def function(self) -> Callable[[Tensor], Tensor] | None:
+        """The preconditioner, if it is a function."""
+        return None if isinstance(self.preconditioner, bool) else self.preconditioner
+
+
 def _dots(a: Tensor, b: Tensor) -> Tensor:
     """``a^H b`` of each column ``[*batch, M]``, in float64: real, as its callers need it."""
     product = (a.conj() * b).real if a.is_complex() else a * b
