@@ -134,20 +134,17 @@ def kron_range(vectors: Sequence[Factor], start: int, stop: int, combine: Callab
         stop: one past the last.
         combine: products, or `torch.add` for sums.
     """
-    like, sizes = matrices(vectors)[0], [shape_of(v)[-1] for v in vectors]
-    lead = len(vectors)
-    while lead and math.prod(sizes[lead - 1 :]) <= max(1, stop - start):
-        lead -= 1
-    size = math.prod(sizes[lead:])
-    first, last = start // size, -(-stop // size)
-    index = torch.arange(first, last, device=like.device)
-    values = like.new_full((last - first,), 0.0 if combine is torch.add else 1.0)
-    for v, n in zip(reversed(vectors[:lead]), reversed(sizes[:lead]), strict=True):
-        values = combine(v[..., index % n], values) if isinstance(v, Tensor) else values
-        index = index // n
-    for v in vectors[lead:]:
-        values = combine(values[..., :, None], v[..., None, :]).flatten(-2) if isinstance(v, Tensor) else values.repeat_interleave(v, -1)
-    return values[..., start - first * size : stop - first * size]
+    *before, last = vectors
+    n = max(shape_of(last)[-1], 1)
+    first, end = start // n, -(-stop // n)
+    if matrices(before):
+        part = kron_range(before, first, end, combine)
+        found = (
+            combine(part[..., :, None], last[..., None, :]).flatten(-2) if isinstance(last, Tensor) else part.repeat_interleave(last, -1)
+        )
+    else:  # identities repeat the last one
+        found = matrices([last])[0].unsqueeze(-2).repeat_interleave(end - first, -2).flatten(-2)
+    return found[..., start - first * n : stop - first * n]
 
 
 def ones(n: int, factors: Sequence[Factor]) -> Tensor:
