@@ -19,12 +19,11 @@ from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
 from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, matrices, per_factor
-from fastkron_py.kron.operators.cg import Convergence
 from fastkron_py.kron.operators.implicit import linear_solve
+from fastkron_py.kron.operators.krylov import Convergence, Iterations
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, combined
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
 from fastkron_py.kron.operators.shifted import IterativeSystem, Shifted, check_real, slogdet
-from fastkron_py.kron.operators.solvable import Iterations
 from fastkron_py.kron.operators.spectral import ProductSystem
 from fastkron_py.kron.operators.spectral import solve as solve_by_basis
 from fastkron_py.runtime.eager import without_autocast
@@ -284,7 +283,7 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         kind = how.preconditioner if how.function is None else "a function"
         options = {"mask": True, "tolerance": how.stop.tolerance, "max_iterations": how.stop.max_iterations, "preconditioner": kind}
         inside = mask[:, None]
-        function: Callable[[Tensor], Tensor] | None
+        function: bool | Callable[[Tensor], Tensor]
         if how.preconditioner is True:
             basis = self._basis("solve", b, **options)
             values = self._values(shifted, basis, GridShare(grid, of_rows=True))
@@ -296,9 +295,9 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             function = inverse
         else:
             agree(grid, self._compared("solve", b, **options))
-            function = how.function and _guarded(how.function, grid)
+            function = how.function is not None and _guarded(how.function, grid)
         check_real(shifted.diagonals, "conjugate gradients")
-        iterative = IterativeSystem(system, how.stop, inside, function, how.note, GridInner(grid))
+        iterative = IterativeSystem(system, how._replace(mask=inside, preconditioner=function), GridInner(grid))
         return linear_solve(iterative, torch.where(inside, b, 0), shifted.parameters, [])  # NaN may stand for what is missing
 
     def eigh(self) -> Eigh:

@@ -15,7 +15,7 @@ from fastkron_py.distributed.api import kron_matmul_left
 from fastkron_py.distributed.grid import ProcessGrid, own_block
 from fastkron_py.distributed.layout import chunk_offsets
 from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate, total
-from fastkron_py.kron.operators.cg import Inner
+from fastkron_py.kron.operators.krylov import Inner
 from fastkron_py.kron.operators.pencil import Share
 from fastkron_py.kron.operators.spectral import SumSystem
 from fastkron_py.runtime.errors import type_error, type_name, value_error

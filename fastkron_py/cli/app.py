@@ -14,11 +14,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from fastkron_py import __version__
 from fastkron_py.cli.bench import bench
-from fastkron_py.cli.demo import Check, Cost, Demo, photograph
-from fastkron_py.cli.display import chosen_device, device_name, fail, make_folder, table
+from fastkron_py.cli.demo import Check, Cost, Demo, draw, photograph, picture_file
+from fastkron_py.cli.display import bytes_text, chosen_device, device_name, fail, make_folder, seconds_text, table
 from fastkron_py.cli.environment import report
-from fastkron_py.cli.picture import draw, picture_file
-from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.cli.tune import tune
 
 # Typer joins the lines of a paragraph.

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import quantiles
 from typing import Annotated, Final
 
 import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
+from torch import Tensor
 
 import fastkron_py
-from fastkron_py.cli.compare import HAS_GPYTORCH, OURS, Measurement, Settings, compare
-from fastkron_py.cli.display import chosen_device, device_name, fail, number, table
+from fastkron_py import kron_matmul, reference
+from fastkron_py.cli.demo import matmul_transpose_loop
+from fastkron_py.cli.display import bytes_text, chosen_device, device_name, fail, number, seconds_text, table
+from fastkron_py.cli.measure import best_seconds, peak_bytes
 from fastkron_py.cli.shapes import Shape, parse_shapes
-from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.kron.tune.table import ITEMSIZE
 from fastkron_py.runtime.errors import value_error
 
 DEFAULT_SHAPES: Final = {"cpu": "1024:8^3,1024:32^2,16:16^4", "cuda": "1024:8^5,1024:32^3,256:64^3"}
 SECONDS: Final = 0.5
 CLEAR: Final = 2.0  # of quartiles: further apart, other programs have disturbed the turns
+TURNS: Final = 20  # of each method of a problem, if they fit into the seconds
+TURNS_LEAST: Final = 5
+OURS: Final = "fastkron_py"
+HAS_GPYTORCH: Final = find_spec("linear_operator") is not None  # the package in which its products are
+# Far above rounding and far below a wrong result: sums of millions of products, as in gradients of factors, lose digits in any library.
+LIMITS: Final = {torch.float16: 0.05, torch.bfloat16: 0.2, torch.float32: 1e-3, torch.float64: 1e-10}
 MISSING: Final = (
     "The benchmarks are in the source tree, not in the installed package. Clone the repository and run "
     "'python -m fastkron_py bench NAME' or 'make bench NAME=...' in it, or compare your own sizes here: fastkron bench --shapes 1024:8^5"
@@ -151,3 +165,120 @@ def _factor(low: float, middle: float, high: float) -> str:
     if high > CLEAR * low:
         return f"unclear: {texts[0]}x to {texts[2]}x {verdict}"
     return f"{texts[1]}x {verdict} ({texts[0]} to {texts[2]})"
+
+
+# ---- the comparison -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that all problems share."""
+
+    dtype: torch.dtype
+    device: torch.device
+    with_gradients: bool
+    seconds: float  # for each method of each problem, about
+
+
+@dataclass
+class Measurement:
+    """One method on one problem. ``failure`` is empty where it was timed; else it holds the reason."""
+
+    method: str
+    turns: list[float] = field(default_factory=list)  # seconds of a call, the shortest of each turn
+    memory_bytes: int = 0
+    error: float = float("nan")
+    failure: str = ""
+
+    def speedups(self, other: Measurement) -> list[float]:
+        """Quartiles of another method's time divided by this one's, turn by turn: other work slows both, or shows in their distance."""
+        return quantiles((b / a for a, b in zip(self.turns, other.turns, strict=True)), n=4, method="inclusive")
+
+
+@dataclass(frozen=True)
+class _Method:
+    """``multiply(x, factors)`` is ``x @ K``; if ``is_left``, it is ``K.T @ x.T`` of transposed operands."""
+
+    name: str
+    multiply: Callable[[Tensor, list[Tensor]], Tensor]
+    is_left: bool = False
+
+
+def _methods() -> list[_Method]:
+    methods = [_Method("torch loop", matmul_transpose_loop), _Method(OURS, kron_matmul)]
+    return [_Method("GPyTorch", _gpytorch, is_left=True), *methods] if HAS_GPYTORCH else methods
+
+
+def _gpytorch(columns: Tensor, factors: Sequence[Tensor]) -> Tensor:
+    """GPyTorch's operator, applied to columns as GPyTorch itself applies it."""
+    from linear_operator import operators
+
+    product: Tensor = operators.KroneckerProductLinearOperator(*map(operators.DenseLinearOperator, factors)).matmul(columns)
+    return product
+
+
+def compare(shape: Shape, settings: Settings) -> list[Measurement]:
+    """Check and time each method on random operands of one problem.
+
+    Raises:
+        RuntimeError: the operands or the float64 reference do not fit into memory.
+    """
+    generator = torch.Generator(settings.device).manual_seed(0)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=torch.float32, device=settings.device)
+
+    rows, sizes = shape
+    # Scaled so that results are of size 1, which half types hold.
+    factors = [(random(p, q) / p**0.5).to(settings.dtype) for p, q in sizes]
+    x = random(rows, math.prod(p for p, _ in sizes)).to(settings.dtype)
+    dy = random(rows, math.prod(q for _, q in sizes)).to(settings.dtype)
+    exact = _call(_Method("", reference.kron_matmul), x.double(), [f.double() for f in factors], dy.double(), settings.with_gradients)()
+    methods = _methods()
+    calls = [_call(method, x, factors, dy, settings.with_gradients) for method in methods]
+    found = [Measurement(method.name) for method in methods]
+
+    def each(step: Callable[[_Method, Callable[[], list[Tensor]], Measurement], None]) -> None:
+        """Take a step with each method that has not failed."""
+        for method, call, one in zip(methods, calls, found, strict=True):
+            try:
+                if not one.failure:
+                    step(method, call, one)
+            except (RuntimeError, MemoryError) as error:
+                one.error, one.failure = float("nan"), str(error).splitlines()[0] if str(error) else type(error).__name__
+
+    def check(method: _Method, call: Callable[[], list[Tensor]], one: Measurement) -> None:
+        results = [r.mT for r in call()] if method.is_left else call()
+        one.error = max(float((r.double() - e).norm() / e.norm()) for r, e in zip(results, exact, strict=True))
+        one.failure = "" if one.error <= LIMITS[settings.dtype] else "WRONG"  # NaN is wrong
+
+    def take_turn(_: _Method, call: Callable[[], list[Tensor]], one: Measurement) -> None:
+        one.turns.append(best_seconds(call, settings.device, settings.seconds / TURNS))
+
+    def weigh(_: _Method, call: Callable[[], list[Tensor]], one: Measurement) -> None:
+        one.memory_bytes = peak_bytes(call, settings.device)
+
+    each(check)
+    # In turns, since other work on the machine comes and goes.
+    end = time.perf_counter() + settings.seconds * len(methods)
+    for turn in range(TURNS):
+        if turn >= TURNS_LEAST and time.perf_counter() > end:
+            break
+        each(take_turn)
+    each(weigh)
+    return found
+
+
+def _call(method: _Method, x: Tensor, factors: list[Tensor], dy: Tensor, with_gradients: bool) -> Callable[[], list[Tensor]]:
+    """The call that is timed: returns the product, and with gradients those of x and of each factor."""
+    if method.is_left:
+        x, dy, *factors = (t.mT.contiguous() for t in (x, dy, *factors))
+    if not with_gradients:
+        return lambda: [method.multiply(x, factors)]
+    inputs = [t.detach().requires_grad_() for t in (x, *factors)]
+
+    def call() -> list[Tensor]:
+        y = method.multiply(inputs[0], inputs[1:])
+        return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
+
+    return call

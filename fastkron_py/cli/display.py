@@ -1,4 +1,4 @@
-"""Functions that the commands share: tables, refusals, the choice of a device."""
+"""Functions that the commands share: tables, refusals, the choice of a device, numbers with units."""
 
 from __future__ import annotations
 
@@ -70,3 +70,20 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads of {os.cpu_count()}"
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes with the decimal unit that fits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time with the unit that fits."""
+    for unit in ("s", "ms"):
+        if seconds >= 1 or (unit == "ms" and seconds >= 1e-3):
+            return f"{seconds * (1 if unit == 's' else 1e3):.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

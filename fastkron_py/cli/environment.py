@@ -21,20 +21,6 @@ from fastkron_py.runtime.device import gpu_of
 CUPY_DISTRIBUTIONS: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of this library and of the packages that it runs on; None where a package is not installed."""
-    return {
-        "fastkron_py": fastkron_py.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": installed("triton"),
-        "numba": installed("numba"),
-        "numpy": installed("numpy"),
-        "array-api-compat": installed("array-api-compat"),
-        "cupy": next(filter(None, map(installed, CUPY_DISTRIBUTIONS)), None),
-    }
-
-
 def host_memory() -> int | None:
     """Bytes of the host's memory; None on a system that does not tell."""
     try:
@@ -67,21 +53,6 @@ def choice(device: str, dtype: torch.dtype) -> dict[str, str]:
     return {"device": device, "dtype": str(dtype).removeprefix("torch."), "backend": taken, "why": why}
 
 
-def caches() -> dict[str, str]:
-    """Where compiled kernels and tuned choices are kept."""
-    tuning = cache_file()
-    return {
-        "triton": os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache"),
-        "tuning": "nowhere" if tuning is None else str(tuning),
-    }
-
-
-def call_cache() -> str:
-    """Whether calls that were checked are run again without checks, and why not."""
-    obstacle = torch_internals.obstacle()
-    return "on" if obstacle is None else f"off: {obstacle}"
-
-
 def cpu_kernel() -> str:
     """Whether CPUs multiply by the compiled kernel, and why not."""
     if not compiled.is_installed():
@@ -90,17 +61,26 @@ def cpu_kernel() -> str:
 
 
 def report() -> dict[str, Any]:
-    """Everything that ``info`` shows, ready for JSON."""
-    found = devices()
+    """Everything that ``info`` shows, ready for JSON; the version of a package that is not installed is None."""
+    found, tuning, obstacle = devices(), cache_file(), torch_internals.obstacle()
     return {
-        "versions": versions(),
+        "versions": {
+            "fastkron_py": fastkron_py.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: installed(name) for name in ("triton", "numba", "numpy", "array-api-compat")},
+            "cupy": next(filter(None, map(installed, CUPY_DISTRIBUTIONS)), None),
+        },
         "devices": found,
         "backend": {
             "requested": requested_backend(),
             "triton_interpreter": is_interpreting(),
             "auto": [choice(d["device"], dtype) for d in found for dtype in DTYPES],
         },
-        "caches": caches(),
-        "call_cache": call_cache(),
+        "caches": {
+            "triton": os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache"),
+            "tuning": "nowhere" if tuning is None else str(tuning),
+        },
+        "call_cache": "on" if obstacle is None else f"off: {obstacle}",
         "cpu_kernel": cpu_kernel(),
     }

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from fastkron_py.cli.display import chosen_device, fail, make_folder, number, table
+from fastkron_py.cli.display import chosen_device, fail, make_folder, number, seconds_text, table
 from fastkron_py.cli.shapes import Shape, parse_shapes, problem_text
-from fastkron_py.cli.text import seconds_text
 from fastkron_py.kron.tune import api as tuner
 from fastkron_py.kron.tune import table as tables
 from fastkron_py.kron.tune.api import TuningResult

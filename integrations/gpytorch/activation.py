@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from linear_operator.operators import InterpolatedLinearOperator, KroneckerProductLinearOperator, LinearOperator
-from torch import Tensor
 
 from fastkron_py.integrations.gpytorch import interpolation
 from fastkron_py.integrations.gpytorch.operators import adopt
@@ -73,32 +72,6 @@ def _construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
         adopt(self)
 
 
-def _matmul(original: Callable[..., Any], self: Any, rhs: Any) -> Any:
-    """An interpolated operator's product with sparse matrices that are made once, where its base is ours."""
-    return interpolation.matmul(self, rhs) if interpolation.takes(self, rhs) else original(self, rhs)
-
-
-def _t_matmul(original: Callable[..., Any], self: Any, rhs: Any) -> Any:
-    """The same, of the transpose."""
-    return interpolation.t_matmul(self, rhs) if interpolation.takes(self, rhs) else original(self, rhs)
-
-
-def _differentiate(original: Callable[..., Any], self: Any, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-    """An interpolated operator's derivative without the two products that only its weights' gradients take, where nobody wants those."""
-    needless = not (self.left_interp_values.requires_grad or self.right_interp_values.requires_grad)
-    if left_vecs.ndim == 1:
-        left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
-    if needless and interpolation.takes(self, left_vecs.detach(), right_vecs.detach()):
-        return interpolation.bilinear_derivative(self, left_vecs, right_vecs)
-    result: tuple[Tensor | None, ...] = original(self, left_vecs, right_vecs)
-    return result
-
-
-def _diagonal(original: Callable[..., Any], self: Any) -> Any:
-    """An interpolated operator's diagonal by products with its base, where that is less than looking up pairs of grid points."""
-    return interpolation.diagonal(self) if interpolation.has_cheap_diagonal(self) else original(self)
-
-
 def _evaluate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """A grid kernel's forward whose batch of one-dimensional grids (SKIP) is dense where that is faster."""
     result = original(self, *args, **kwargs)
@@ -110,10 +83,10 @@ def _places() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
     """The hooked functions: owner, name, and what is called with the original before the arguments."""
     places: tuple[tuple[type, str, Callable[..., Any]], ...] = (
         (KroneckerProductLinearOperator, "__init__", _construct),
-        (InterpolatedLinearOperator, "_matmul", _matmul),
-        (InterpolatedLinearOperator, "_t_matmul", _t_matmul),
-        (InterpolatedLinearOperator, "_bilinear_derivative", _differentiate),
-        (InterpolatedLinearOperator, "_diagonal", _diagonal),
+        (InterpolatedLinearOperator, "_matmul", interpolation.matmul),
+        (InterpolatedLinearOperator, "_t_matmul", interpolation.t_matmul),
+        (InterpolatedLinearOperator, "_bilinear_derivative", interpolation.differentiate),
+        (InterpolatedLinearOperator, "_diagonal", interpolation.diagonal),
     )
     if importlib.util.find_spec("gpytorch") is None:
         return places
@@ -121,14 +94,15 @@ def _places() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
     from gpytorch.kernels import GridKernel
     from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy, InterpolatedPredictionStrategy
 
-    from fastkron_py.integrations.gpytorch import added_diagonal, missing
+    from fastkron_py.integrations.gpytorch import covariances
 
     return (
         *places,
         (GridKernel, "forward", _evaluate),
-        (MultivariateNormal, "log_prob", added_diagonal.log_prob),
-        (LinearOperator, "solve", added_diagonal.solve),
-        *[(c, "exact_predictive_covar", missing.predicted_covariance) for c in (DefaultPredictionStrategy, InterpolatedPredictionStrategy)],
+        (MultivariateNormal, "log_prob", covariances.log_prob),
+        (LinearOperator, "solve", covariances.solve),
+        (DefaultPredictionStrategy, "exact_predictive_covar", covariances.predicted_covariance),
+        (InterpolatedPredictionStrategy, "exact_predictive_covar", covariances.predicted_covariance),
     )
 
 
@@ -137,9 +111,9 @@ def _of_botorch() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
     module = sys.modules.get("botorch.posteriors.multitask")
     if module is None or not hasattr(module, "MultitaskGPPosterior"):
         return ()
-    from fastkron_py.integrations.gpytorch import missing
+    from fastkron_py.integrations.gpytorch import covariances
 
-    return ((module.MultitaskGPPosterior, "__init__", missing.multitask_posterior),)
+    return ((module.MultitaskGPPosterior, "__init__", covariances.multitask_posterior),)
 
 
 class _Hooks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from linear_operator.operators import DenseLinearOperator, ToeplitzLinearOperato
 from torch import Tensor
 
 from fastkron_py.integrations.gpytorch.operators import FastProducts
-from fastkron_py.integrations.gpytorch.parts import TOEPLITZ_LIMIT, toeplitz
+from fastkron_py.integrations.gpytorch.products import TOEPLITZ_LIMIT, toeplitz
 
 # Where torch multiplies with compressed rows: on a CPU with MKL only (measured there, 15 to 35 times faster than with a list of elements).
 COMPRESSED: Final = ("cuda", "cpu") if torch.backends.mkl.is_available() else ("cuda",)
@@ -140,8 +141,20 @@ def _are_one(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
-def takes(operator: Any, *vectors: Tensor) -> bool:
-    """Whether the products of an interpolated operator with matrices can go this way.
+def apply(weights: Tensor, vectors: Tensor) -> Tensor:
+    """``[*batch, a, C]`` to ``[*batch, b, C]``, by a sparse matrix ``[B * b, B * a]``."""
+    *batch, rows, columns = vectors.shape
+    blocks = math.prod(batch)
+    if blocks == 1 and not batch:
+        return torch.mm(weights, vectors)
+    return torch.mm(weights, vectors.reshape(blocks * rows, columns)).view(*batch, weights.shape[0] // max(blocks, 1), columns)
+
+
+# ---- hooks: each is called with the original function before its arguments -----------------------
+
+
+def _takes(operator: Any, *vectors: Tensor) -> bool:
+    """Whether the products of an interpolated operator with matrices can go by its `_sides`.
 
     Its base is one of ours, the operands' batches are the operator's own, no gradient passes through, and torch has the products.
     """
@@ -153,54 +166,47 @@ def takes(operator: Any, *vectors: Tensor) -> bool:
     return batch == operator.right_interp_indices.shape[:-2] and all([v.ndim >= 2 and v.shape[:-2] == batch for v in vectors])
 
 
-def apply(weights: Tensor, vectors: Tensor) -> Tensor:
-    """``[*batch, a, C]`` to ``[*batch, b, C]``, by a sparse matrix ``[B * b, B * a]``."""
-    *batch, rows, columns = vectors.shape
-    blocks = math.prod(batch)
-    if blocks == 1 and not batch:
-        return torch.mm(weights, vectors)
-    return torch.mm(weights, vectors.reshape(blocks * rows, columns)).view(*batch, weights.shape[0] // max(blocks, 1), columns)
+def matmul(original: Callable[..., Any], self: Any, rhs: Any) -> Any:
+    """``W_left K W_right^T @ rhs``."""
+    if not _takes(self, rhs):
+        return original(self, rhs)
+    sides = _sides(self)
+    return apply(sides.left.to_rows, self.base_linear_op._matmul(apply(sides.right.to_grid, rhs)))
 
 
-def matmul(operator: Any, rhs: Tensor) -> Tensor:
-    """``W_left K W_right^T @ rhs``, for an operator that `takes` it."""
-    sides = _sides(operator)
-    product: Tensor = operator.base_linear_op._matmul(apply(sides.right.to_grid, rhs))
-    return apply(sides.left.to_rows, product)
+def t_matmul(original: Callable[..., Any], self: Any, rhs: Any) -> Any:
+    """``W_right K^T W_left^T @ rhs``."""
+    if not _takes(self, rhs):
+        return original(self, rhs)
+    sides = _sides(self)
+    return apply(sides.right.to_rows, self.base_linear_op._t_matmul(apply(sides.left.to_grid, rhs)))
 
 
-def t_matmul(operator: Any, rhs: Tensor) -> Tensor:
-    """``W_right K^T W_left^T @ rhs``, for an operator that `takes` it."""
-    sides = _sides(operator)
-    product: Tensor = operator.base_linear_op._t_matmul(apply(sides.left.to_grid, rhs))
-    return apply(sides.right.to_rows, product)
-
-
-def bilinear_derivative(operator: Any, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the base's tensors; those of the interpolation weights are None."""
-    sides = _sides(operator)
+def differentiate(original: Callable[..., Any], self: Any, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of the tensors, without the two products that only those of the weights take, where nobody wants them."""
+    needless = not (self.left_interp_values.requires_grad or self.right_interp_values.requires_grad)
+    if left_vecs.ndim == 1:
+        left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
+    if not (needless and _takes(self, left_vecs.detach(), right_vecs.detach())):
+        result: tuple[Tensor | None, ...] = original(self, left_vecs, right_vecs)
+        return result
+    sides = _sides(self)
     left, right = apply(sides.left.to_grid, left_vecs), apply(sides.right.to_grid, right_vecs)
-    return (*operator.base_linear_op._bilinear_derivative(left, right), None, None, None, None)
+    return (*self.base_linear_op._bilinear_derivative(left, right), None, None, None, None)
 
 
-def has_cheap_diagonal(operator: Any) -> bool:
-    """Whether products with the grid's matrix are fewer steps than looking up all pairs of a row's grid points."""
-    indices = operator.left_interp_indices
-    base = operator.base_linear_op
-    fits = isinstance(base, FastProducts) and indices.ndim == 2 and operator.right_interp_indices.ndim == 2
-    return fits and indices.shape[-1] * operator.right_interp_indices.shape[-1] >= base.shape[-1]
-
-
-def diagonal(operator: Any) -> Tensor:
-    """The diagonal ``[n]``, by products with columns of the right weights."""
-    left, right = operator.left_interp_indices, operator.right_interp_indices
-    base = operator.base_linear_op
+def diagonal(original: Callable[..., Any], self: Any) -> Any:
+    """The diagonal ``[n]``, by products with columns of the right weights if these are fewer steps than looking up pairs of grid points."""
+    left, right, base = self.left_interp_indices, self.right_interp_indices, self.base_linear_op
+    fits = isinstance(base, FastProducts) and left.ndim == 2 and right.ndim == 2
+    if not (fits and left.shape[-1] * right.shape[-1] >= base.shape[-1]):
+        return original(self)
     step = max(COLUMN_ELEMENTS // base.shape[-1], 1)
     found = []
     for start in range(0, left.shape[0], step):
         those = slice(start, start + step)
-        values = operator.right_interp_values[those]
+        values = self.right_interp_values[those]
         columns = values.new_zeros(values.shape[0], base.shape[-1]).scatter_add(-1, right[those], values)
         rows = base._matmul(columns.mT).mT.gather(-1, left[those])
-        found.append((rows * operator.left_interp_values[those]).sum(-1))
+        found.append((rows * self.left_interp_values[those]).sum(-1))
     return torch.cat(found)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,8 +15,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from fastkron_py.integrations.gpytorch.parts import Parts, parts_of
-from fastkron_py.integrations.gpytorch.products import dense_run, factor_gradients, multiply
+from fastkron_py.integrations.gpytorch.products import Parts, dense_run, factor_gradients, multiply, parts_of
 from fastkron_py.runtime.errors import value_error
 
 
@@ -100,12 +100,27 @@ class FastProducts:
         return ScaledKroneckerLinearOperator(self, other)
 
 
+def _of_squares(name: str, what: str) -> Callable[..., Any]:
+    """A method of linear_operator's class that refuses factors that are not square, and whose Kronecker products are ours."""
+    original = getattr(KroneckerProductLinearOperator, name)
+
+    @functools.wraps(original)
+    def call(self: KroneckerLinearOperator, *args: Any, **kwargs: Any) -> Any:
+        for i, op in enumerate(self.linear_ops):
+            if op.shape[-2] != op.shape[-1]:
+                raise value_error(f"linear_ops[{i}]", f"a square factor for {what}", f"{op.shape[-2]} x {op.shape[-1]}")
+        found = original(self, *args, **kwargs)
+        return tuple(map(adopt, found)) if isinstance(found, tuple) else adopt(found)
+
+    return call
+
+
 class KroneckerLinearOperator(FastProducts, KroneckerProductLinearOperator):  # type: ignore[misc]
     """The Kronecker product of linear operators, ``K1 (x) ... (x) KN``, never built.
 
     A `linear_operator.operators.KroneckerProductLinearOperator` in all respects. Products and their gradients are
     `fastkron_py.kron_matmul_left` and its fused backward pass (FastKron: Jangda and Yadav, PPoPP 2024); which factors
-    keep their structure is said in `fastkron_py.integrations.gpytorch.parts`.
+    keep their structure is said in `fastkron_py.integrations.gpytorch.products`.
 
     Args:
         *linear_ops: tensors or operators ``[*batch_i, P_i, Q_i]`` of one dtype and device; batches broadcast. The
@@ -122,48 +137,17 @@ class KroneckerLinearOperator(FastProducts, KroneckerProductLinearOperator):  # 
         torch.Size([6])
     """
 
-    def _check_square(self, what: str) -> None:
-        """Refuse a function of square factors only, naming the factor that is not square."""
-        for i, op in enumerate(self.linear_ops):
-            if op.shape[-2] != op.shape[-1]:
-                raise value_error(f"linear_ops[{i}]", f"a square factor for {what}", f"{op.shape[-2]} x {op.shape[-1]}")
-
-    def inverse(self) -> Any:
-        """The Kronecker product of the factors' inverses; the factors have to be square."""
-        self._check_square("inverse")
-        return super().inverse()
-
-    def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Any:
-        self._check_square("solve")
-        return super()._solve(rhs, preconditioner=preconditioner, num_tridiag=num_tridiag)
-
-    def _logdet(self) -> Tensor:
-        self._check_square("logdet")
-        logdet: Tensor = super()._logdet()
-        return logdet
-
-    def _symeig(self, eigenvectors: bool = False, return_evals_as_lazy: bool | None = False) -> tuple[Any, Any]:
-        self._check_square("an eigendecomposition")
-        values, vectors = super()._symeig(eigenvectors=eigenvectors, return_evals_as_lazy=return_evals_as_lazy)
-        return values, adopt(vectors)
-
-    def _cholesky(self, upper: bool | None = False) -> Any:
-        self._check_square("a Cholesky decomposition")
-        return adopt(super()._cholesky(upper=upper))
+    inverse = _of_squares("inverse", "inverse")
+    _solve = _of_squares("_solve", "solve")
+    _logdet = _of_squares("_logdet", "logdet")
+    _symeig = _of_squares("_symeig", "an eigendecomposition")
+    _cholesky = _of_squares("_cholesky", "a Cholesky decomposition")
+    root_decomposition = _of_squares("root_decomposition", "a root decomposition")
+    root_inv_decomposition = _of_squares("root_inv_decomposition", "a root decomposition")
 
     def _svd(self) -> tuple[Any, Tensor, Any]:
         u, s, v = super()._svd()
         return adopt(u), s, adopt(v)
-
-    def root_decomposition(self, method: str | None = None) -> Any:
-        """R with ``R @ R.mT`` equal or close to the operator, a Kronecker product where it is large."""
-        self._check_square("a root decomposition")
-        return _adopt_root(super().root_decomposition(method=method))
-
-    def root_inv_decomposition(self, initial_vectors: Any = None, test_vectors: Any = None, method: str | None = None) -> Any:
-        """R with ``R @ R.mT`` equal or close to the inverse, a Kronecker product where it is large."""
-        self._check_square("a root decomposition")
-        return _adopt_root(super().root_inv_decomposition(initial_vectors, test_vectors, method))
 
 
 class KroneckerTriangularLinearOperator(FastProducts, KroneckerProductTriangularLinearOperator):  # type: ignore[misc]
@@ -195,14 +179,9 @@ _FAST: Final = {
 
 
 def adopt(operator: Any) -> Any:
-    """The same operator, made one of ours if it is one of linear_operator's plain Kronecker products."""
-    fast = _FAST.get(type(operator))
+    """The same operator, with a plain Kronecker product of linear_operator's, or one that it is the root decomposition of, made ours."""
+    inner = operator.root if isinstance(operator, RootLinearOperator) else operator
+    fast = _FAST.get(type(inner))
     if fast is not None:
-        operator.__class__ = fast
-    return operator
-
-
-def _adopt_root(operator: Any) -> Any:
-    if isinstance(operator, RootLinearOperator):
-        adopt(operator.root)
+        inner.__class__ = fast
     return operator

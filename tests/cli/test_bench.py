@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastkron_py.cli import bench, compare, measure
+from fastkron_py.cli import bench, measure
 from fastkron_py.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +48,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five rounds are enough where no test looks at seconds."""
     timed = measure.best_seconds
-    monkeypatch.setattr(compare, "best_seconds", lambda call, device, budget: timed(call, device, 0.0))
-    monkeypatch.setattr(compare, "TURNS", 3)
+    monkeypatch.setattr(bench, "best_seconds", lambda call, device, budget: timed(call, device, 0.0))
+    monkeypatch.setattr(bench, "TURNS", 3)
 
 
 @pytest.mark.usefixtures("installed")
@@ -70,7 +70,7 @@ def test_without_a_source_tree_it_compares(runner: CliRunner) -> None:
     result = runner.invoke(app, ["bench", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     rows = cells(result.output)
-    methods = [m.name for m in compare._methods()]
+    methods = [m.name for m in bench._methods()]
     assert [row[:2] for row in rows] == [[shape, method] for shape in bench.DEFAULT_SHAPES["cpu"].split(",") for method in methods]
     for _, method, time, memory, error, faster in rows:
         assert time.endswith("s")
@@ -104,14 +104,14 @@ def test_shapes_of_every_dtype(runner: CliRunner, gradients: list[str]) -> None:
         assert ("backward" in result.output) == bool(gradients)
         assert dtype in result.output
         rows = cells(result.output)
-        assert len(rows) == 2 * len(compare._methods())
+        assert len(rows) == 2 * len(bench._methods())
         assert all(float(row[4]) < most for row in rows)
 
 
 @pytest.mark.usefixtures("rounds")
 def test_a_wrong_result_is_not_timed(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = compare.kron_matmul
-    monkeypatch.setattr(compare, "kron_matmul", lambda x, factors: right(x, factors) * 1.01)
+    right = bench.kron_matmul
+    monkeypatch.setattr(bench, "kron_matmul", lambda x, factors: right(x, factors) * 1.01)
     result = runner.invoke(app, ["bench", "--shapes", "3:4^2", "--device", "cpu"])
     assert result.exit_code == 1
     assert ["3:4^2", "fastkron_py", "WRONG", "", "1.0e-02", ""] in cells(result.output)
@@ -123,7 +123,7 @@ def test_a_method_that_fails_leaves_the_others(runner: CliRunner, monkeypatch: p
     def loop(x: object, factors: object) -> None:
         raise RuntimeError("out of memory\nby a lot")
 
-    monkeypatch.setattr(compare, "matmul_transpose_loop", loop)
+    monkeypatch.setattr(bench, "matmul_transpose_loop", loop)
     result = runner.invoke(app, ["bench", "--shapes", "3:4^2", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert ["3:4^2", "torch loop", "out of memory", "", "", ""] in cells(result.output)
@@ -138,16 +138,16 @@ def test_methods_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         order.append(call)
         return now[0]
 
-    monkeypatch.setattr(compare, "best_seconds", seconds)
-    monkeypatch.setattr(compare, "HAS_GPYTORCH", False)
-    settings = compare.Settings(torch.float32, torch.device("cpu"), False, 60.0)
-    loop, ours = compare.compare(bench.Shape(3, [(4, 4)]), settings)
-    assert len(loop.turns) == len(ours.turns) == compare.TURNS
-    assert order == order[:2] * compare.TURNS
+    monkeypatch.setattr(bench, "best_seconds", seconds)
+    monkeypatch.setattr(bench, "HAS_GPYTORCH", False)
+    settings = bench.Settings(torch.float32, torch.device("cpu"), False, 60.0)
+    loop, ours = bench.compare(bench.Shape(3, [(4, 4)]), settings)
+    assert len(loop.turns) == len(ours.turns) == bench.TURNS
+    assert order == order[:2] * bench.TURNS
     assert ours.speedups(loop) == pytest.approx([1 / 1.1] * 3)
     # Without time left, few turns.
-    few = compare.compare(bench.Shape(3, [(4, 4)]), replace(settings, seconds=0.0))
-    assert [len(m.turns) for m in few] == [compare.TURNS_LEAST] * 2
+    few = bench.compare(bench.Shape(3, [(4, 4)]), replace(settings, seconds=0.0))
+    assert [len(m.turns) for m in few] == [bench.TURNS_LEAST] * 2
 
 
 def test_factors_have_two_digits() -> None:

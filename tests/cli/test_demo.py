@@ -13,7 +13,7 @@ from sampling import in_full
 from scipy import fft, ndimage
 from typer.testing import CliRunner
 
-from fastkron_py.cli import demo, picture
+from fastkron_py.cli import demo
 from fastkron_py.cli.app import app
 
 
@@ -130,10 +130,10 @@ def test_a_black_picture_passes_its_checks() -> None:
 
 def test_where_the_picture_goes(tmp_path: Path) -> None:
     (tmp_path / "v1.5").mkdir()
-    assert picture.picture_file(tmp_path) == tmp_path / "demo.png"
-    assert picture.picture_file(tmp_path / "v1.5") == tmp_path / "v1.5" / "demo.png"
-    assert picture.picture_file(tmp_path / "new") == tmp_path / "new" / "demo.png"
-    assert picture.picture_file(tmp_path / "a.PDF") == tmp_path / "a.PDF"
+    assert demo.picture_file(tmp_path) == tmp_path / "demo.png"
+    assert demo.picture_file(tmp_path / "v1.5") == tmp_path / "v1.5" / "demo.png"
+    assert demo.picture_file(tmp_path / "new") == tmp_path / "new" / "demo.png"
+    assert demo.picture_file(tmp_path / "a.PDF") == tmp_path / "a.PDF"
 
 
 def test_an_impossible_out_is_refused_before_the_work(runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import fastkron_py
 from fastkron_py.cli import environment
 from fastkron_py.cli.app import app
+from fastkron_py.cli.display import bytes_text, seconds_text
 from fastkron_py.cli.environment import choice
-from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.runtime.backend import _gpu_obstacle
 from fastkron_py.runtime.checks import DTYPES
 from fastkron_py.runtime.device import gpu_of

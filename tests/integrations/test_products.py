@@ -22,7 +22,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, parts, products
+from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, products
 from fastkron_py.integrations.gpytorch.operators import KroneckerTriangularLinearOperator
 from fastkron_py.kron.cpu import compiled
 from fastkron_py.testing import assert_close
@@ -75,13 +75,13 @@ MIXES: dict[str, list[Callable[[], Any]]] = {
     "constants alone": [constant(2), identity(3)],
     "constant": [full(2, 3), constant(3)],
     "narrow diagonal": [full(2, 3), diagonal(4)],
-    "wide diagonal": [full(2, 3), diagonal(parts.DIAGONAL_LIMIT + 1)],
+    "wide diagonal": [full(2, 3), diagonal(products.DIAGONAL_LIMIT + 1)],
     "diagonals alone": [diagonal(3), diagonal(4)],
     "constant on a diagonal": [diagonal(3), constant(4)],
     "Toeplitz": [toeplitz(3), toeplitz(4), toeplitz(3)],
     "triangular": [triangular(3), full(2, 3)],
     "low rank": [low_rank(4), full(2, 3)],
-    "wide low rank": [full(2, 3), low_rank(parts.OTHER_LIMIT + 1), full(3, 2)],
+    "wide low rank": [full(2, 3), low_rank(products.OTHER_LIMIT + 1), full(3, 2)],
     "nested": [full(2, 3), nested],
     "batch": [full(3, 2, 4), full(1, 3, 2)],
     "batch and none": [full(3, 2, 4), full(3, 2)],
@@ -168,7 +168,7 @@ def check_derivative(operator: KroneckerLinearOperator, reference: Tensor, dtype
 
 def test_parts_are_made_once_and_again_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr("fastkron_py.integrations.gpytorch.parts.toeplitz", lambda c, f=parts.toeplitz: made.append(1) or f(c))
+    monkeypatch.setattr("fastkron_py.integrations.gpytorch.products.toeplitz", lambda c, f=products.toeplitz: made.append(1) or f(c))
     column = torch.randn(4, dtype=torch.float64)
     operator = KroneckerLinearOperator(ToeplitzLinearOperator(column), torch.eye(2, dtype=torch.float64))
     x = torch.randn(8, 2, dtype=torch.float64)

@@ -8,6 +8,7 @@ The formulas are those of Van Loan, "The ubiquitous Kronecker product" (2000).
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, Final, NamedTuple
@@ -19,7 +20,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from fastkron_py.kron.checks import Factor, broadcast_batch, is_identity, right_hand_side, shape_of
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.torch_steps import multiplied_out
-from fastkron_py.runtime.errors import type_error, value_error
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _LINALG_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -133,20 +134,17 @@ def kron_range(vectors: Sequence[Factor], start: int, stop: int, combine: Callab
         stop: one past the last.
         combine: products, or `torch.add` for sums.
     """
-    like, sizes = matrices(vectors)[0], [shape_of(v)[-1] for v in vectors]
-    lead = len(vectors)
-    while lead and math.prod(sizes[lead - 1 :]) <= max(1, stop - start):
-        lead -= 1
-    size = math.prod(sizes[lead:])
-    first, last = start // size, -(-stop // size)
-    index = torch.arange(first, last, device=like.device)
-    values = like.new_full((last - first,), 0.0 if combine is torch.add else 1.0)
-    for v, n in zip(reversed(vectors[:lead]), reversed(sizes[:lead]), strict=True):
-        values = combine(v[..., index % n], values) if isinstance(v, Tensor) else values
-        index = index // n
-    for v in vectors[lead:]:
-        values = combine(values[..., :, None], v[..., None, :]).flatten(-2) if isinstance(v, Tensor) else values.repeat_interleave(v, -1)
-    return values[..., start - first * size : stop - first * size]
+    *before, last = vectors
+    n = max(shape_of(last)[-1], 1)
+    first, end = start // n, -(-stop // n)
+    if matrices(before):
+        part = kron_range(before, first, end, combine)
+        found = (
+            combine(part[..., :, None], last[..., None, :]).flatten(-2) if isinstance(last, Tensor) else part.repeat_interleave(last, -1)
+        )
+    else:  # identities repeat the last one
+        found = matrices([last])[0].unsqueeze(-2).repeat_interleave(end - first, -2).flatten(-2)
+    return found[..., start - first * n : stop - first * n]
 
 
 def ones(n: int, factors: Sequence[Factor]) -> Tensor:
@@ -303,6 +301,14 @@ def _det(f: Tensor, is_singular: Tensor) -> Tensor:
 def inverse(factors: Sequence[Factor]) -> list[Factor]:
     """Factors of the inverse: the inverses of the factors."""
     return per_factor(factors, "inverse", torch.linalg.inv)
+
+
+def check_rcond(rcond: Any) -> None:
+    """Raise TypeError or ValueError unless it is None or a number from 0 to 1."""
+    if rcond is not None and (isinstance(rcond, bool) or not isinstance(rcond, numbers.Real)):
+        raise type_error("rcond", "a number or None", type_name(rcond))
+    if rcond is not None and not 0 <= float(rcond) < 1:
+        raise value_error("rcond", "a number of at least 0 and less than 1", rcond)
 
 
 def pinv(factors: Sequence[Factor], rcond: float | None) -> list[Factor]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastkron_py.runtime.batching import batchable, take, vmap_by_sample
 from fastkron_py.runtime.eager import transforms_active, without_autocast
@@ -26,6 +27,12 @@ class System(Protocol):
 
     def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A^-1 b``, or ``A^-H b``; autograd does not follow it."""
+
+
+def constant(t: Tensor) -> Tensor:
+    """The values of a tensor: `Tensor.detach` keeps the tangent of forward mode."""
+    found: Tensor = forward_ad.unpack_dual(t).primal.detach()
+    return found
 
 
 def pull_back(
@@ -131,6 +138,26 @@ class OfForm(torch.autograd.Function):
     def vmap(cls, info: Any, in_dims: Sequence[Any], form: Any, *tensors: Tensor) -> tuple[Any, Any]:
         """Apply the function sample by sample."""
         return vmap_by_sample(partial(cls.apply, form), info.batch_size, in_dims[1:], tensors, ())
+
+
+class Last(OfForm):
+    """A function of tensors whose own derivatives raise an error. The form has the function and the error's text."""
+
+    @staticmethod
+    def forward(form: tuple[Callable[..., Any], str], *tensors: Tensor) -> Any:
+        """Apply the function."""
+        with without_autocast(tensors[0].device):
+            return form[0](*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save no tensor."""
+        ctx.form = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+        """Raise the error."""
+        raise NotImplementedError(ctx.form[1])
 
 
 def linear_solve(system: System, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool = False) -> Tensor:

@@ -22,7 +22,6 @@ from fastkron_py.kron.checks import (
 from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.lazy import ProductOrSum, check_arrays, numbered
 from fastkron_py.kron.operators.modes import sum_matmul, terms
-from fastkron_py.kron.operators.null_space import check_rcond, pseudo_solve
 from fastkron_py.kron.operators.pencil import check_hermitian, combined, eigenbasis, reduced
 from fastkron_py.kron.operators.product import KroneckerProduct
 from fastkron_py.runtime.errors import value_error
@@ -200,7 +199,7 @@ class KroneckerSum(ProductOrSum):
             >>> torch.allclose(S @ x, torch.arange(9.0) - 4, atol=1e-5)
             True
         """
-        check_rcond(rcond)
+        algebra.check_rcond(rcond)
 
         def solve(factors: list[Tensor], masses: list[Tensor], b: Tensor) -> Tensor:
             b, vector = right_hand_side(b, self._shape[-1], self._shape[:-2])
@@ -210,7 +209,7 @@ class KroneckerSum(ProductOrSum):
                 system = spectral.SumSystem(len(factors))
                 x = spectral.solve(system, b, [*factors, *masses], basis, diagonal, "factors", what="solve without rcond=")
             else:
-                x = pseudo_solve(b, factors, masses, basis, diagonal, rcond)
+                x = spectral.pseudo_solve(b, factors, masses, basis, diagonal, rcond)
             return x.squeeze(-1) if vector else x
 
         return self._on_parts(solve, b, names=["b"])

@@ -15,7 +15,7 @@ bias is small against the standard error, and it counts as a part of the error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra, spectral
-from fastkron_py.kron.operators.cg import Stopping, conjugate_gradients
-from fastkron_py.kron.operators.implicit import System
+from fastkron_py.kron.operators.implicit import Last, OfForm, System, constant
+from fastkron_py.kron.operators.krylov import Stopping, conjugate_gradients
 from fastkron_py.kron.operators.pencil import check_hermitian
 from fastkron_py.kron.operators.shifted import VECTOR, Shifted, check_real, preconditioner, slogdet, solve_directly
 from fastkron_py.kron.points import Points, gathered, scattered
@@ -94,52 +94,27 @@ def _quadrature(diagonal: Sequence[Tensor], beside: Sequence[Tensor]) -> Tensor:
     return found
 
 
-class _Once(torch.autograd.Function):
-    """A tensor whose gradient has no derivative."""
+class _Once(OfForm):
+    """A tensor whose gradient has no derivative; there is no form."""
 
     @staticmethod
-    def forward(t: Tensor) -> Tensor:
+    def forward(form: None, t: Tensor) -> Tensor:
         return t.view_as(t)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        # The gradient depends on the tensor, whatever its formula says.
+        form = (lambda g, t: g.view_as(g)), "logdet: derivatives of the first order are there, those of the second are not"
+        return None, Last.apply(form, gradient, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        found: Tensor = _Refuse.apply(gradient, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        return found
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
         return tangent.view_as(tangent)
-
-
-class _Refuse(torch.autograd.Function):
-    """A gradient that depends on a tensor, whatever its formula says."""
-
-    @staticmethod
-    def forward(gradient: Tensor, t: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        """Nothing is saved."""
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> NoReturn:
-        raise NotImplementedError("logdet: derivatives of the first order are there, those of the second are not")
 
 
 def once(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same tensors; derivatives of the second order by them raise an error."""
-    return [_Once.apply(t) for t in tensors]  # type: ignore[no-untyped-call]
-
-
-def constant(t: Tensor) -> Tensor:
-    """The values of a tensor: `Tensor.detach` keeps the tangent of forward mode."""
-    found: Tensor = forward_ad.unpack_dual(t).primal.detach()
-    return found
+    return [_Once.apply(None, t) for t in tensors]  # type: ignore[no-untyped-call]
 
 
 def _is_differentiated(t: Tensor) -> bool:

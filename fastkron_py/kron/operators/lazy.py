@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NoReturn, Self
 
 import torch
@@ -12,7 +15,6 @@ from torch import Tensor
 
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.operators.algebra import SlogDet, built, log_of
-from fastkron_py.kron.operators.torch_protocol import mend_dynamo, torch_function
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.checks import check_integer, check_scalar, check_tensor
 from fastkron_py.runtime.eager import without_autocast
@@ -288,19 +290,14 @@ class LazyOperator:
         first, adjoint = self._first[1], self.mH
         dtype = torch.empty(0, dtype=first.dtype).numpy().dtype if isinstance(first, Tensor) else first.dtype
 
-        def times(operator: LazyOperator, x: Any) -> Any:
+        def times(a: LazyOperator, x: Any) -> Any:
             if x.dtype.kind == "c" and dtype.kind != "c":
-                return times(operator, x.real) + 1j * times(operator, x.imag)
+                return times(a, x.real) + 1j * times(a, x.imag)
             x = x.astype(dtype)
             with torch.no_grad():
-                return (operator @ torch.from_numpy(x).to(first.device)).cpu().numpy() if isinstance(first, Tensor) else operator @ x
+                return (a @ torch.from_numpy(x).to(first.device)).cpu().numpy() if isinstance(first, Tensor) else a @ x
 
-        def product(x: Any) -> Any:
-            return times(self, x)
-
-        def adjoint_product(x: Any) -> Any:
-            return times(adjoint, x)
-
+        product, adjoint_product = partial(times, self), partial(times, adjoint)
         return LinearOperator(self._shape, product, adjoint_product, product, dtype, adjoint_product)
 
     # ---- sums and multiples -------------------------------------------------------------------
@@ -402,8 +399,8 @@ class LazyOperator:
     @property
     def __torch_function__(self) -> Callable[..., Any]:
         if not torch.compiler.is_dynamo_compiling():
-            mend_dynamo()
-        return torch_function
+            _mend_dynamo()
+        return _torch_function
 
 
 class ProductOrSum(LazyOperator):
@@ -440,3 +437,74 @@ class ProductOrSum(LazyOperator):
             tensor(6.9315)
         """
         return self._on_parts(lambda *parts: log_of(*self._slogdet(*parts)), identities=True)
+
+
+# ---- torch's own functions on an operator: __torch_function__ ------------------------------------------------------------------
+
+_SAME_NAME: Final = ("cholesky", "det", "eigh", "eigvalsh", "inverse", "kron", "logdet", "matrix_power", "slogdet", "solve", "trace")
+
+
+def _norm(k: Any, ord: Any = None) -> Any:
+    return k.norm("fro" if ord is None else ord)
+
+
+def _diagonal(k: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    if offset != 0 or {dim1 % k.ndim, dim2 % k.ndim} != {k.ndim - 2, k.ndim - 1}:
+        raise value_error("offset, dim1, dim2", "0 and the last two dimensions, those of an operator's matrices", (offset, dim1, dim2))
+    return k.diagonal()
+
+
+_FUNCTIONS: Final[dict[Any, tuple[str, Callable[..., Any]]]] = {
+    torch.linalg.norm: ("norm", _norm),
+    torch.linalg.matrix_norm: ("norm", _norm),
+    torch.diagonal: ("diagonal", _diagonal),
+    torch.linalg.diagonal: ("diagonal", partial(_diagonal, dim1=-2, dim2=-1)),
+}
+_METHODS: Final[dict[Any, str]] = {
+    torch.matmul: "__matmul__",
+    Tensor.matmul: "__matmul__",
+    Tensor.__matmul__: "__matmul__",
+    torch.mul: "__mul__",
+    Tensor.mul: "__mul__",
+    Tensor.__mul__: "__mul__",
+    torch.add: "__add__",
+    torch.sub: "__sub__",
+    torch.linalg.inv: "inverse",
+    torch.linalg.pinv: "pinv",
+    # torch.export(strict=True) leaves Python's operators as they are.
+    **{function: f"__{function.__name__}__" for function in (operator.matmul, operator.mul, operator.truediv, operator.add, operator.sub)},
+    **{getattr(module, name): name for name in _SAME_NAME for module in (torch, torch.linalg) if hasattr(module, name)},
+}
+_REFLECTED: Final = {"__matmul__": "__rmatmul__", "__mul__": "__rmul__"}
+
+
+def _torch_function(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Call the operator's method for func; NotImplemented where there is none."""
+    # Dynamo finds functions that are written in Python by identity only, not in a table.
+    if func is Tensor.__rmatmul__:
+        return args[1].__matmul__(args[0])
+    if func is Tensor.__rtruediv__:
+        return args[1].__truediv__(args[0])
+    if func in _FUNCTIONS and hasattr(args[0], _FUNCTIONS[func][0]):
+        return _FUNCTIONS[func][1](*args, **(kwargs or {}))
+    method = _METHODS.get(func)
+    if method is None:
+        return NotImplemented
+    if not isinstance(args[0], Tensor):
+        return getattr(args[0], method)(*args[1:], **(kwargs or {})) if hasattr(args[0], method) else NotImplemented
+    if method not in _REFLECTED or len(args) != 2 or kwargs or not hasattr(args[1], _REFLECTED[method]):
+        return NotImplemented
+    return getattr(args[1], _REFLECTED[method])(args[0])
+
+
+def _mend_dynamo() -> None:
+    """Let Dynamo tell ``K @ x`` from ``x @ K``; to be called whenever ``__torch_function__`` is looked up.
+
+    For an operation of a tensor and an object with ``__torch_function__``, Dynamo puts the tensor first and, where
+    that swaps the two, takes the reflected method from a table. That table of torch 2.13 lacks ``@``, and Dynamo
+    then asks for ``x @ K`` in both cases. It looks for ``__torch_function__`` before it reads the table.
+    """
+    dynamo = sys.modules.get("torch._dynamo.variables.builtin")
+    reflected = getattr(dynamo, "BUILTIN_TO_TENSOR_RFN_MAP", None)
+    if isinstance(reflected, dict):
+        reflected.setdefault(operator.matmul, Tensor.__rmatmul__)

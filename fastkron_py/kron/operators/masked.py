@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from fastkron_py.kron.operators.krylov import Iterations
 from fastkron_py.kron.operators.lanczos import Probes, estimate_of_points
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.operators.shifted import EQUAL
-from fastkron_py.kron.operators.solvable import Determinant, Iterations, Solvable
+from fastkron_py.kron.operators.solvable import Determinant, Solvable
 from fastkron_py.kron.points import Points, gathered, scattered
 from fastkron_py.runtime.arrays import find_bridge, plain_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -236,7 +237,10 @@ class MaskedKroneckerProduct(Solvable):
         def on_grid(r: Tensor) -> Tensor:
             return scattered(given(gathered(r, points, -2)), points, -2)  # type: ignore[operator]
 
-        how = how._replace(mask=points.is_kept, preconditioner=on_grid if callable(given) else given)
+        inside = points.is_kept[:, None]
+        if how.mask is not None:
+            inside = inside.new_zeros(*how.mask.shape[:-2], *inside.shape).index_copy(-2, points.index, how.mask)
+        how = how._replace(mask=inside, preconditioner=on_grid if callable(given) else given)
         whole._check("solve")
         return gathered(whole._solution(None, scattered(b, points, -2), how), points, -2)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.checks import Shape, right_hand_side
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra
-from fastkron_py.kron.operators.implicit import OfForm
+from fastkron_py.kron.operators.implicit import Last, OfForm
 from fastkron_py.kron.operators.lazy import LazyOperator
 from fastkron_py.kron.operators.pencil import Basis, check_positive, combined, eigenbasis, largest, rounding
 from fastkron_py.kron.operators.spectral import by_basis, scaled
 from fastkron_py.runtime.batching import batchable_one_by_one
-from fastkron_py.runtime.eager import wants_gradient, without_autocast
+from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 Function = Callable[[Tensor], Tensor]
@@ -74,8 +74,7 @@ def multiply_by_function(factors: Sequence[Tensor], f: Function, basis: Basis, x
         own = values.clone().requires_grad_()
         of_own = f(own)
         slopes = _slope(of_own.real, own) if not of_own.is_complex() else torch.complex(_slope(of_own.real, own), _slope(of_own.imag, own))
-    form = _Form(len(factors))
-    result: Tensor = _Apply.apply(form, x, found, slopes, *factors, *basis.values, *basis.vectors)  # type: ignore[no-untyped-call]
+    result: Tensor = _Apply.apply(len(factors), x, found, slopes, *factors, *basis.values, *basis.vectors)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -87,64 +86,39 @@ def _slope(values: Tensor, argument: Tensor) -> Tensor:
     return found
 
 
-class _Form(NamedTuple):
-    """How the tensors of `_Apply` are split: factors, their eigenvalues and their eigenvectors, a number of each."""
-
-    size: int
-
-    def split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        n = self.size
-        return tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
-
-
 class _Apply(OfForm):
-    """``V diag(f) V^H x``, of x, the values and slopes of f, and the tensors of a form."""
+    """``V diag(f) V^H x`` of x, the values and slopes of f, and a number of factors, their eigenvalues and their eigenvectors."""
 
     @staticmethod
-    def forward(form: _Form, x: Tensor, values: Tensor, slopes: Tensor, *tensors: Tensor) -> Tensor:
-        _, _, vectors = form.split(tensors)
+    def forward(form: int, x: Tensor, values: Tensor, slopes: Tensor, *tensors: Tensor) -> Tensor:
+        vectors = tensors[2 * form :]
         return by_basis([v.mH for v in vectors], values, vectors, x)
 
     @staticmethod
     @batchable_one_by_one
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x_gradient, values_gradient, *factors = _Gradient.apply(ctx.form, gradient, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        return None, x_gradient, values_gradient, None, *factors, *[None] * (2 * ctx.form.size)
+        message = "apply_function: factors have derivatives of the first order, and none of the second"
+        x_gradient, values_gradient, *factors = Last.apply((_gradients, message), gradient, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return None, x_gradient, values_gradient, None, *factors, *[None] * (2 * ctx.form)
 
 
-class _Gradient(OfForm):
+def _gradients(gradient: Tensor, x: Tensor, values: Tensor, slopes: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The gradients of x, of the values of f and of the factors."""
-
-    @staticmethod
-    def forward(form: _Form, gradient: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with without_autocast(gradient.device):
-            return _gradients(form, gradient, *tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved."""
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> NoReturn:
-        raise NotImplementedError("apply_function: factors have derivatives of the first order, and none of the second")
-
-
-def _gradients(form: _Form, gradient: Tensor, x: Tensor, values: Tensor, slopes: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Those of x, of the values of f and of the factors."""
-    factors, eigenvalues, vectors = form.split(tensors)
+    size = len(tensors) // 3
+    factors, eigenvalues, vectors = tensors[:size], tensors[size : 2 * size], tensors[2 * size :]
     inverses = [v.mH for v in vectors]
     g, rotated = kron_matmul_left(inverses, gradient), kron_matmul_left(inverses, x)
     fg = scaled(g, values.conj())
     dx = kron_matmul_left(vectors, fg)
     dvalues = (g * rotated.conj()).sum(-1)
     dvalues = (dvalues if values.is_complex() or not dvalues.is_complex() else dvalues.real).sum_to_size(values.shape)
-    found = [_factor_gradient(form, i, (g, fg, rotated), values, slopes, eigenvalues) for i in range(len(factors))]
+    found = [_factor_gradient(i, (g, fg, rotated), values, slopes, eigenvalues) for i in range(len(factors))]
     back = [v @ c.to(v.dtype) @ w for v, c, w in zip(vectors, found, inverses, strict=True)]
     return dx, dvalues, *[b.sum_to_size(f.shape) for b, f in zip(back, factors, strict=True)]
 
 
 def _factor_gradient(
-    form: _Form, i: int, rotated: tuple[Tensor, Tensor, Tensor], values: Tensor, slopes: Tensor, eigenvalues: Sequence[Tensor]
+    i: int, rotated: tuple[Tensor, Tensor, Tensor], values: Tensor, slopes: Tensor, eigenvalues: Sequence[Tensor]
 ) -> Tensor:
     """The gradient of a factor in its eigenvectors' basis, ``[*batch, P, P]``."""
     g, fg, x = rotated

@@ -20,9 +20,9 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from fastkron_py.kron.checks import Factor, broadcast_batch, is_identity, shape_of
 from fastkron_py.kron.modes import filled, merged
 from fastkron_py.kron.operators import algebra, spectral
-from fastkron_py.kron.operators.gmres import gmres
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.kronecker_sum import KroneckerSum
+from fastkron_py.kron.operators.krylov import Iterations, gmres
 from fastkron_py.kron.operators.lanczos import Probes, estimate_by_diagonal, once
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
 from fastkron_py.kron.operators.modes import terms
@@ -30,10 +30,9 @@ from fastkron_py.kron.operators.pencil import SYMMETRY, Basis, are_hermitian, ei
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.operators.product import KroneckerProduct
 from fastkron_py.kron.operators.shifted import EQUAL, VECTOR, IterativeSystem
-from fastkron_py.kron.operators.solvable import Determinant, Iterations, Solvable
+from fastkron_py.kron.operators.solvable import Determinant, Solvable
 from fastkron_py.runtime.errors import type_error, value_error
 
-_ILL: Final = -0.5  # power of eps: the condition of eigenvectors up to which they are taken
 _WEIGHT: Final = 0.6180339887  # of a term against the one before it, in the matrix whose eigenvectors are tried
 
 
@@ -193,8 +192,8 @@ class OperatorSum(Solvable):
         if how.preconditioner is True:
             diagonal = self.diagonal().detach()
             constants = [torch.where(diagonal == 0, 1, diagonal).reciprocal()]
-        iterative = _Iterative(self._system(), how.stop, None, how.function, how.note, is_hermitian=self._is_hermitian())
-        return linear_solve(iterative, b, matrices, constants)
+        b = b if how.mask is None else torch.where(how.mask, b, 0)
+        return linear_solve(_Iterative(self._system(), how, is_hermitian=self._is_hermitian()), b, matrices, constants)
 
     def _is_hermitian(self) -> bool:
         """Whether every term is, as far as its matrices tell; what is added to a diagonal is if it is real."""
@@ -366,7 +365,7 @@ def _basis(factors: Sequence[Tensor], masses: Sequence[Tensor], eps: float) -> B
     except LinAlgError:
         return None
     is_finite = is_meta or all([bool(v.isfinite().all()) for v in basis.values])
-    return basis if is_finite and all([float(c) < eps**_ILL for c in basis.conditions]) else None
+    return basis if is_finite and all([float(c) < eps**spectral.ILL for c in basis.conditions]) else None
 
 
 def _is_definite(m: Tensor) -> bool:
@@ -409,7 +408,7 @@ class _Iterative(IterativeSystem):
 
     def precondition(self, constants: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
         """The inverse of the diagonal, where no other one is given."""
-        if self.preconditioner is not None or not constants:
+        if self.how.function is not None or not constants:
             return super().precondition(constants, adjoint)
         scale = constants[0].conj() if adjoint else constants[0]
         return lambda r: spectral.scaled(r, scale)
@@ -419,6 +418,6 @@ class _Iterative(IterativeSystem):
         if self.is_hermitian and all([bool((scale.real > 0).all()) for scale in constants]):
             with suppress(ValueError):  # not positive definite; of a b that is not finite GMRES says so
                 return super().invert(b, parameters, constants, adjoint)
-        x, found = gmres(lambda p: self.apply(p, parameters, adjoint), self.precondition(constants, adjoint), b, self.stop)
-        self.note(found)
+        x, found = gmres(lambda p: self.apply(p, parameters, adjoint), self.precondition(constants, adjoint), b, self.how.stop)
+        self.how.note(found)
         return x

@@ -12,14 +12,14 @@ from torch import Tensor
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import Factor, Shape, broadcast_batch, is_identity, right_hand_side, shape_of
 from fastkron_py.kron.operators import algebra, shifted
+from fastkron_py.kron.operators.krylov import Iterations
 from fastkron_py.kron.operators.lanczos import Probes, estimate
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays, numbered
 from fastkron_py.kron.operators.matrix_function import KroneckerFunction, square_root
 from fastkron_py.kron.operators.pencil import Basis
 from fastkron_py.kron.operators.shifted import EQUAL, KRONECKER, VECTOR, Shifted
-from fastkron_py.kron.operators.solvable import Determinant, Iterations, Solvable
+from fastkron_py.kron.operators.solvable import Determinant, Solvable
 from fastkron_py.kron.operators.spectral import scaled
-from fastkron_py.runtime.arrays import plain_tensor
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -134,45 +134,6 @@ class KroneckerPlusDiagonal(Solvable):
         """The sum of the diagonal, ``[*batch]``."""
         return self._on_shifted(lambda k: algebra.trace(k.factors) + k.diagonal().expand(self._shape[:-1]).sum(-1))
 
-    def solve(
-        self,
-        b: Any,
-        *,
-        mask: Any = None,
-        tolerance: Any = None,
-        max_iterations: int = 1000,
-        preconditioner: bool | Callable[[Tensor], Tensor] = True,
-        progress: Callable[[int, Any], Any] | None = None,
-    ) -> Any:
-        """The x of ``A @ x = b``, as `OperatorSum.solve`; with a mask by conjugate gradients in any case.
-
-        Args:
-            b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
-            mask: bool ``[n]`` or ``[*batch, n]``: solves with the rows and columns of A where it is true. Elsewhere b is not read,
-                and x is 0.
-            tolerance: as in `OperatorSum.solve`.
-            max_iterations: as in `OperatorSum.solve`.
-            preconditioner: as in `OperatorSum.solve`.
-            progress: as in `OperatorSum.solve`.
-
-        Returns:
-            x, as `OperatorSum.solve` returns it.
-
-        Raises:
-            TypeError: as of `OperatorSum.solve`.
-            ValueError: as of `OperatorSum.solve`; or the mask does not fit or is empty, or a product of diagonals is not positive.
-            torch.linalg.LinAlgError: as of `OperatorSum.solve`.
-
-        Example:
-            >>> K = KroneckerProduct([torch.eye(4) + 1, torch.eye(5)])
-            >>> A = K.add_diagonal(torch.rand(20) + 1)
-            >>> x = A.solve(torch.ones(20), tolerance=1e-5)
-            >>> A.convergence.converged
-            True
-        """
-        how = self._iterations(tolerance, max_iterations, preconditioner, progress)
-        return self._solved(b, how if mask is None else how._replace(mask=self._mask(mask)))
-
     def _check(self, what: str) -> None:
         algebra.check_square(self._factors, what)
 
@@ -183,22 +144,7 @@ class KroneckerPlusDiagonal(Solvable):
         k = self._shifted(identities=basis is not None and self._form == EQUAL)
         if basis is not None:
             return shifted.solve_directly(k, b, basis)
-        mask = None if how.mask is None else how.mask.unsqueeze(-1)
-        system = shifted.IterativeSystem(k.system, how.stop, mask, how.function, how.note)
-        return shifted.solve_iteratively(k, b, system, how.preconditioner is True)
-
-    def _mask(self, given: Any) -> Tensor:
-        mask: Tensor = given if isinstance(given, Tensor) else plain_tensor(given)
-        if mask.dtype != torch.bool:
-            raise type_error("mask", "a tensor of bool", mask.dtype)
-        n = self._shape[-1]
-        if mask.ndim == 0 or mask.shape[-1] != n:
-            raise value_error("mask", f"dimension -1 of size {n}", f"shape {tuple(mask.shape)}")
-        if str(mask.device) != str(self.device) and isinstance(self._first[1], Tensor):
-            raise value_error("mask", f"{self._first[0]}'s device {self.device}", mask.device)
-        if not mask.is_meta and not bool(mask.any(-1).all()):
-            raise value_error("mask", "one that is true somewhere", "one that is false everywhere")
-        return mask
+        return shifted.solve_iteratively(k, b, how)
 
     def _slogdet(self, basis: Basis | None, probes: Probes | None) -> Determinant:
         k = self._shifted(identities=self._form == EQUAL)

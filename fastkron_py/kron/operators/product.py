@@ -16,7 +16,6 @@ from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.lazy import LazyOperator, ProductOrSum, check_arrays, check_dense_size, numbered
 from fastkron_py.kron.operators.masked import MaskedKroneckerProduct, masked
 from fastkron_py.kron.operators.matrix_function import KroneckerFunction, square_root
-from fastkron_py.kron.operators.null_space import check_rcond
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal, plus_diagonal
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_integer
@@ -161,7 +160,7 @@ class KroneckerProduct(ProductOrSum):
             TypeError: float16 or bfloat16 factors, or rcond is not a number.
             ValueError: rcond is out of range.
         """
-        check_rcond(rcond)
+        algebra.check_rcond(rcond)
         return KroneckerProduct(self._run(algebra.pinv, rcond))
 
     def lstsq(self, b: Any, *, rcond: float | None = None) -> Any:

@@ -14,8 +14,8 @@ from torch import Tensor
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra, spectral
-from fastkron_py.kron.operators.cg import WHOLE, Convergence, Inner, Stopping, conjugate_gradients
 from fastkron_py.kron.operators.implicit import linear_solve
+from fastkron_py.kron.operators.krylov import WHOLE, Inner, Iterations, conjugate_gradients
 from fastkron_py.kron.operators.matrix_function import multiply_by_function, square_root
 from fastkron_py.kron.operators.pencil import WHOLE as WHOLE_BASIS
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, check_positive, combined, eigenbasis, reduced
@@ -251,57 +251,51 @@ class IterativeSystem:
 
     Attributes:
         product: ``K + D``, or another matrix.
-        stop: when to stop.
-        mask: bool ``[*batch, n, 1]`` or None.
-        preconditioner: a function of a residual; None takes the constants of a solve, `Preconditioner.tensors`, if there are any.
-        note: is told how each solve ended, those of backward passes too.
+        how: the options. Without a function, the constants of a solve, `Preconditioner.tensors`, precondition if there are any.
         inner: products of columns.
     """
 
     product: spectral.SumSystem
-    stop: Stopping
-    mask: Tensor | None
-    preconditioner: Callable[[Tensor], Tensor] | None
-    note: Callable[[Convergence], None]
+    how: Iterations
     inner: Inner = WHOLE
 
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A x``."""
-        if self.mask is None:
+        mask = self.how.mask
+        if mask is None:
             return self.product.apply(x, parameters, adjoint)
-        inside = torch.where(self.mask, x, 0)
-        return torch.where(self.mask, self.product.apply(inside, parameters, adjoint), x)
+        return torch.where(mask, self.product.apply(torch.where(mask, x, 0), parameters, adjoint), x)
 
     def precondition(self, constants: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
         """From a residual to an approximation of ``A^-1 r``, or of ``A^-H r``."""
-        if self.preconditioner is not None:
-            return self.preconditioner
+        if self.how.function is not None:
+            return self.how.function
         if not constants:
             return lambda r: r
-        own, mask = Preconditioner.of_tensors(constants).function(), self.mask
+        own, mask = Preconditioner.of_tensors(constants).function(), self.how.mask
         return own if mask is None else lambda r: torch.where(mask, own(torch.where(mask, r, 0)), r)
 
     def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A^-1 b``."""
         apply, precondition = lambda p: self.apply(p, parameters, False), self.precondition(constants, adjoint)
-        x, found = conjugate_gradients(apply, precondition, b, self.stop, self.inner)
-        self.note(found)
+        x, found = conjugate_gradients(apply, precondition, b, self.how.stop, self.inner)
+        self.how.note(found)
         return x
 
 
-def solve_iteratively(k: Shifted, b: Tensor, system: IterativeSystem, precondition: bool) -> Tensor:
+def solve_iteratively(k: Shifted, b: Tensor, how: Iterations) -> Tensor:
     """The x of ``A x = b`` by conjugate gradients; with a mask, x is 0 where it is false, and b is not read there.
 
     Args:
         k: the matrix, Hermitian.
         b: ``[*batch, n, M]``.
-        system: the same matrix.
-        precondition: whether eigenvectors do.
+        how: the options.
 
     Raises:
         ValueError: a factor or D is not Hermitian, or A is not positive definite.
     """
     check_hermitian(k.factors, "conjugate gradients")
     check_real(k.diagonals, "conjugate gradients")
-    b = b if system.mask is None else torch.where(system.mask, b, 0)
-    return linear_solve(system, b, k.parameters, preconditioner(k).tensors if precondition and b.numel() else [])
+    b = b if how.mask is None else torch.where(how.mask, b, 0)
+    constants = preconditioner(k).tensors if how.preconditioner is True and b.numel() else []
+    return linear_solve(IterativeSystem(k.system, how), b, k.parameters, constants)

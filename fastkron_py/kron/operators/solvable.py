@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fastkron_py.kron.checks import broadcast_batch, right_hand_side
 from fastkron_py.kron.operators.algebra import SlogDet, check_linalg_dtype, log_of
-from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
+from fastkron_py.kron.operators.krylov import Convergence, Iterations, Stopping, stopping
 from fastkron_py.kron.operators.lanczos import Probes
 from fastkron_py.kron.operators.lazy import DENSE_LIMIT, LazyOperator
+from fastkron_py.runtime.arrays import plain_tensor
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -26,27 +27,6 @@ class InvQuadLogdet(NamedTuple):
 
     inv_quad: Any
     logdet: Any
-
-
-class Iterations(NamedTuple):
-    """The options of a solve, for where it takes iterations.
-
-    Attributes:
-        stop: when they end.
-        preconditioner: True for the operator's own, False for none, or a function of a residual.
-        note: is told how they ended, those of backward passes too.
-        mask: bool ``[*batch, n]``: the rows and columns that are solved with; None for all.
-    """
-
-    stop: Stopping
-    preconditioner: bool | Callable[[Tensor], Tensor]
-    note: Callable[[Convergence], None]
-    mask: Tensor | None = None
-
-    @property
-    def function(self) -> Callable[[Tensor], Tensor] | None:
-        """The preconditioner, if it is a function."""
-        return None if isinstance(self.preconditioner, bool) else self.preconditioner
 
 
 class Solvable(LazyOperator):
@@ -85,18 +65,21 @@ class Solvable(LazyOperator):
         self,
         b: Any,
         *,
+        mask: Any = None,
         tolerance: Any = None,
         max_iterations: int = 1000,
         preconditioner: bool | Callable[[Tensor], Tensor] = True,
         progress: Callable[[int, Any], Any] | None = None,
     ) -> Any:
-        """The x of ``A @ x = b``.
+        """The x of ``A @ x = b``; with a mask by iterations in any case.
 
         Derivatives of every order, to everything that A is made of and to b, go by further solves of the same kind: none goes through
         eigenvectors, so that equal eigenvalues do no harm.
 
         Args:
             b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
+            mask: bool ``[n]`` or ``[*batch, n]``: solves with the rows and columns of A where it is true. Elsewhere b is not read,
+                and x is 0.
             tolerance: of iterations, of the residual relative to b, for each column. None is 1e-4 in float32 and complex64 and
                 1e-10 in float64 and complex128.
             max_iterations: of iterations.
@@ -109,14 +92,30 @@ class Solvable(LazyOperator):
 
         Raises:
             TypeError: b of another array type or dtype, an option of another type, or float16 or bfloat16 factors.
-            ValueError: a factor is not square, rows and columns that are not the same points, b does not fit, or conjugate gradients meet
-                factors that are not Hermitian or a matrix that is not positive definite.
+            ValueError: a factor is not square, rows and columns that are not the same points, b or the mask does not fit, the mask is
+                empty, a product of diagonals is not positive, or conjugate gradients meet factors that are not Hermitian or a matrix that
+                is not positive definite.
             torch.linalg.LinAlgError: A is singular but for rounding, where eigenvectors solve.
 
         Warns:
             RuntimeWarning: iterations did not reach the tolerance; it names the residual, and x is the best iterate.
+
+        Example:
+            >>> K = KroneckerProduct([torch.eye(4) + 1, torch.eye(5)])
+            >>> A = K.add_diagonal(torch.rand(20) + 1)
+            >>> x = A.solve(torch.ones(20), tolerance=1e-5)
+            >>> A.convergence.converged
+            True
         """
-        return self._solved(b, self._iterations(tolerance, max_iterations, preconditioner, progress))
+        how = self._iterations(tolerance, max_iterations, preconditioner, progress)
+        how = how if mask is None else how._replace(mask=self._mask(mask).unsqueeze(-1))
+
+        def solve(own: Solvable, b: Tensor) -> Tensor:
+            columns, vector = self._right_hand_side(b, how)
+            x = own._solution(own._basis() if mask is None else None, columns, how)
+            return x.squeeze(-1) if vector else x
+
+        return self._on_own("solve", solve, b)
 
     def slogdet(self) -> SlogDet:
         """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each; see `logdet`."""
@@ -191,6 +190,20 @@ class Solvable(LazyOperator):
 
         return Iterations(stop, preconditioner, note)
 
+    def _mask(self, given: Any) -> Tensor:
+        """The mask of a solve, checked."""
+        mask: Tensor = given if isinstance(given, Tensor) else plain_tensor(given)
+        if mask.dtype != torch.bool:
+            raise type_error("mask", "a tensor of bool", mask.dtype)
+        n = self._shape[-1]
+        if mask.ndim == 0 or mask.shape[-1] != n:
+            raise value_error("mask", f"dimension -1 of size {n}", f"shape {tuple(mask.shape)}")
+        if str(mask.device) != str(self.device) and isinstance(self._first[1], Tensor):
+            raise value_error("mask", f"{self._first[0]}'s device {self.device}", mask.device)
+        if not mask.is_meta and not bool(mask.any(-1).all()):
+            raise value_error("mask", "one that is true somewhere", "one that is false everywhere")
+        return mask
+
     def _probes(self, count: Any, generator: Any, stop: Stopping | None = None) -> Probes | None:
         """The options of an estimate, checked; None where there is none."""
         if count is None:
@@ -212,16 +225,8 @@ class Solvable(LazyOperator):
 
     def _right_hand_side(self, b: Tensor, how: Iterations) -> tuple[Tensor, bool]:
         """`right_hand_side` with the batch dimensions of the operator and of a mask."""
-        batch = self._shape[:-2] if how.mask is None else broadcast_batch([self._shape[:-2], tuple(how.mask.shape[:-1])], "mask, factors")
+        batch = self._shape[:-2] if how.mask is None else broadcast_batch([self._shape[:-2], tuple(how.mask.shape[:-2])], "mask, factors")
         return right_hand_side(b, self._shape[-1], batch, size=self._SIZE)
-
-    def _solved(self, b: Any, how: Iterations) -> Any:
-        def solve(own: Solvable, b: Tensor) -> Tensor:
-            columns, vector = self._right_hand_side(b, how)
-            x = own._solution(own._basis() if how.mask is None else None, columns, how)
-            return x.squeeze(-1) if vector else x
-
-        return self._on_own("solve", solve, b)
 
     def _determinant(self, own: Solvable, basis: Any, probes: Probes | None) -> tuple[Tensor, Tensor]:
         sign, log, error = own._slogdet(basis, probes)

@@ -12,7 +12,7 @@ import torch
 from kronecker_cases import dense_sum, near, random_factors
 
 from fastkron_py import KroneckerProduct, KroneckerSum
-from fastkron_py.kron.operators.schur import schur, solve_triangular
+from fastkron_py.kron.operators.pencil import schur, solve_triangular
 from fastkron_py.reference import kron_dense
 
 

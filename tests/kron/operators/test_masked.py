@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kronecker_cases import definite
+from kronecker_cases import definite, near
 
 from fastkron_py import KroneckerProduct
 from fastkron_py.testing import assert_close
@@ -196,6 +196,17 @@ def test_masks_of_any_array(device):
 
 
 # ---- likelihoods of grids with missing values ------------------------------------------------------------------------------------
+
+
+def test_masked_solves_of_some_points() -> None:
+    """A mask of the points that are kept leaves out more of them."""
+    lines, kept, s = process("vector")
+    a = KroneckerProduct(lines).masked(rows=kept, columns=kept).add_diagonal(s)
+    for batch in ((), (2,)):
+        mask = torch.rand(*batch, a.shape[-1]) < 0.6
+        x = a.solve(torch.where(mask.unsqueeze(-1), 1.0, torch.nan).double(), mask=mask, tolerance=1e-12)
+        assert (x[~mask] == 0).all()
+        near((a @ x)[mask], torch.ones_like(x)[mask])
 
 
 def process(noise: str, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

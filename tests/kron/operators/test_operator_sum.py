@@ -86,6 +86,10 @@ def test_other_sums_are_solved_by_iterations() -> None:
             with pytest.raises(AssertionError):
                 near(s.to_dense() @ x * 1.001, right.expand(*s.shape[:-2], 12, 2))
         assert seen[0] == 1
+        mask = torch.arange(12) % 4 != 1
+        x = s.solve(torch.where(mask[:, None], right, torch.nan), mask=mask, tolerance=1e-12)
+        near(s.to_dense()[..., mask, :][..., mask] @ x[..., mask, :], right[mask].expand(*s.shape[:-2], 9, 2))
+        assert (x[..., ~mask, :] == 0).all()
 
 
 @pytest.mark.parametrize("kind", ["conjugate gradients", "GMRES"])

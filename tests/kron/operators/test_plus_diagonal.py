@@ -10,7 +10,7 @@ import torch
 from kronecker_cases import hermitian, near, random_factors
 
 from fastkron_py import KroneckerProduct
-from fastkron_py.kron.operators import cg, lanczos
+from fastkron_py.kron.operators import krylov, lanczos
 from fastkron_py.reference import kron_dense
 
 FORMS = ["number", "0-dimensional", "one for each matrix", "Kronecker", "operator", "vector", "vectors"]
@@ -193,7 +193,7 @@ def test_nothing_worse_than_zero_is_returned(device):
     values, scales = torch.tensor([[[1.0], [1e4]], [[1.0], [10.0]]], dtype=torch.float64, device=device)
     b = torch.tensor([[1.0, 0.0], [1e-3, 1.0]], dtype=torch.float64, device=device)
     with pytest.warns(RuntimeWarning, match="conjugate gradients"):
-        x, found = cg.conjugate_gradients(lambda x: values * x, lambda r: scales * r, b, cg.stopping(0, 1, None, torch.float64))
+        x, found = krylov.conjugate_gradients(lambda x: values * x, lambda r: scales * r, b, krylov.stopping(0, 1, None, torch.float64))
     assert (x[:, 0] == 0).all()
     assert (values * x - b)[:, 1].norm() < 1e-12
     assert found.residual == 1
@@ -219,8 +219,8 @@ def test_a_restart_goes_beyond_the_tolerance(device):
         is_check = min(residuals, default=1) <= 1e-6 and bool(x.norm() > 1e-3)  # the steps of a restart are smaller
         return matrix @ x + (1.1e-6 * b if is_check else 0)
 
-    stop = cg.stopping(1e-6, 1000, lambda _, residual: residuals.append(residual), torch.float64)
-    _, found = cg.conjugate_gradients(apply, lambda r: r.clone(), b, stop)
+    stop = krylov.stopping(1e-6, 1000, lambda _, residual: residuals.append(residual), torch.float64)
+    _, found = krylov.conjugate_gradients(apply, lambda r: r.clone(), b, stop)
     assert found.converged
     assert residuals[-1] <= 2.5e-7
 
