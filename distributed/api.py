@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call, own_block
@@ -48,7 +47,6 @@ def kron_matmul(
     z: Tensor | None = None,
     precision: str | None = None,
     plan: Plan | None = None,
-    recompute: bool = False,
     reduction: Reduction = "sum",
 ) -> Tensor:
     """Multiply with a Kronecker product over many ranks: ``alpha * x @ (F1 (x) ... (x) FN) + beta * z``.
@@ -72,7 +70,6 @@ def kron_matmul(
         z: added to the product: a block, or a DTensor, of the result's shape.
         precision: of float32 products, as in `fastkron_py.kron_matmul`.
         plan: stages and chunks; None chooses by `plan`.
-        recompute: do without the stages' operands between forward and backward pass, and exchange again in the backward pass.
         reduction: over the grid's ranks, of gradients of factors, alpha and beta: "sum", or "mean".
 
     Returns:
@@ -91,7 +88,7 @@ def kron_matmul(
         >>> kron_matmul(x, [f1, f2], grid=grid).shape
         torch.Size([16, 4096])
     """
-    return multiply(Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction), grid)
+    return multiply(Call(x, factors, alpha, beta, z, precision, plan, reduction), grid)
 
 
 def kron_matmul_left(
@@ -104,7 +101,6 @@ def kron_matmul_left(
     z: Tensor | None = None,
     precision: str | None = None,
     plan: Plan | None = None,
-    recompute: bool = False,
     reduction: Reduction = "sum",
 ) -> Tensor:
     """Multiply with a Kronecker product from the left over many ranks: ``alpha * (F1 (x) ... (x) FN) @ x + beta * z``.
@@ -121,7 +117,6 @@ def kron_matmul_left(
         z: added to the product; of the result's shape.
         precision: as in `fastkron_py.kron_matmul`.
         plan: of a Problem with left.
-        recompute: as in `kron_matmul`.
         reduction: as in `kron_matmul`.
 
     Returns:
@@ -138,17 +133,12 @@ def kron_matmul_left(
         >>> x = torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device)
         >>> y = kron_matmul_left([torch.ones(64, 64, device=grid.device) for _ in range(2)], x, grid=grid)
     """
-    return multiply(Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction, left=True), grid)
+    return multiply(Call(x, factors, alpha, beta, z, precision, plan, reduction, left=True), grid)
 
 
 def multiply(given: Call, grid: Any) -> Tensor:
     """`kron_matmul` and `kron_matmul_left`, of arguments that have not been checked."""
     where = grid_of_call(given.x, grid)
-    with where.control.alone(given.name):
-        return _multiplied(given, where)
-
-
-def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
     x, left = given.x, given.left
     with refused_by_all(where):
         call = checked(given, where)
@@ -212,14 +202,7 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
     slots = open_slots(grid, group, row_groups(grid, left), size) if chosen.is_taken_over and not x.is_complex() else None
     row_group = RowGroup(group, call.parts, position, chosen.transport_model, blocks)
     factors = [f.mT if left and isinstance(f, Tensor) else f for f in factors]
-    pipeline = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots)
-    x = x.mT if left else x
-    if call.recompute and torch.is_grad_enabled():
-        # Without early stop, which would leave exchanges half done.
-        with set_checkpoint_early_stop(False):
-            y = checkpoint(pipeline.run, x, use_reentrant=False, preserve_rng_state=False)
-    else:
-        y = pipeline.run(x)
+    y = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots).run(x.mT if left else x)
     y = y.mT.contiguous() if left else y
     return y if z is None else y + beta * z if isinstance(beta, Tensor) else torch.add(y, z, alpha=beta)
 
@@ -246,7 +229,6 @@ class Call:
     z: Tensor | None = None
     precision: str | None = None
     plan: Plan | None = None
-    recompute: bool = False
     reduction: Reduction = "sum"
     left: bool = False
     grid: ProcessGrid = field(init=False)
@@ -292,7 +274,6 @@ class Call:
             "z": "none" if self.z is None else "a tensor",
             "precision": self.precision,
             "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.transport],
-            "recompute": self.recompute,
             "reduction": self.reduction,
             "arguments that need gradients": in_need([("x", self.x), ("z", self.z), *shared]),
             "under a transform of torch.func": transforms_active(),
@@ -337,8 +318,6 @@ def checked(given: Call, grid: ProcessGrid) -> Call:
     check_precision(given.precision)
     if plan is not None and not isinstance(plan, Plan):
         raise type_error("plan", "a Plan or None", type_name(plan))
-    if not isinstance(given.recompute, bool):
-        raise type_error("recompute", "True or False", type_name(given.recompute))
     check_reduction(given.reduction)
     if isinstance(local, Tensor):
         local, listed, z = autocasted(local, listed, z)

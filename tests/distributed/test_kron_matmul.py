@@ -112,7 +112,7 @@ def test_blocks_of_any_layout(ranks: RankPool) -> None:
 # ---- gradients ---------------------------------------------------------------------------------
 
 
-def gradients(shape, left, recompute, part):
+def gradients(shape, left, part):
     """First and second order of x, factors, z, alpha and beta, bit for bit: all are whole numbers or halves."""
     if (grid := grid_for(shape)) is None:
         return
@@ -143,7 +143,7 @@ def gradients(shape, left, recompute, part):
             return [block(tensors[0], grid), block(tensors[1], grid), *[t.to(grid.device) for t in tensors[2:]]]
 
         g = torch.Generator().manual_seed(1)
-        y, expected_y = product(mine, multiply, grid=grid, plan=how, recompute=recompute), product(whole, single)
+        y, expected_y = product(mine, multiply, grid=grid, plan=how), product(whole, single)
         weights = whole_numbers(g, *expected_y.shape)
         expected = torch.autograd.grad((expected_y * weights).sum(), whole, create_graph=True)
         once = torch.autograd.grad((y * block(weights, grid)).sum(), mine, retain_graph=True)
@@ -162,12 +162,7 @@ def gradients(shape, left, recompute, part):
 @PARTS
 def test_gradients_of_first_and_second_order(ranks: RankPool, grid_shape: tuple[int, int], part: int) -> None:
     for left in (False, True):
-        ranks.run(gradients, grid_shape, left, False, part)
-
-
-@PARTS
-def test_gradients_with_operands_computed_again(ranks: RankPool, part: int) -> None:
-    ranks.run(gradients, (1, ranks.world_size), False, True, part)
+        ranks.run(gradients, grid_shape, left, part)
 
 
 def one_sum():
