@@ -17,11 +17,11 @@ from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call, own_block
 from fastkron_py.distributed.layout import by_stages, chunk_offsets, widths
 from fastkron_py.distributed.pipeline import Pipeline, fitting, free_memory
-from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
+from fastkron_py.distributed.plan import DIRECT, FALLBACK, Plan, Problem
 from fastkron_py.distributed.plan import plan as make_plan
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, tied
+from fastkron_py.distributed.transport.packed import RowGroup
 from fastkron_py.distributed.transport.slots import open_slots
-from fastkron_py.distributed.transport.transfer import RowGroup
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
 from fastkron_py.kron.checks import check_factor_shapes, check_tensors, factors_and_identities, is_identity, shape_of
@@ -161,7 +161,7 @@ def multiply(given: Call, grid: Any) -> Tensor:
 
 def _in_blocks(call: Call) -> InBlocks:
     """How this rank's products of whole rows can read and write columns, where a transport may take them over."""
-    may_be = call.x.is_cuda if call.plan is None else call.plan.transport_model.multiplies
+    may_be = call.x.is_cuda if call.plan is None else call.plan.transport == DIRECT
     if not may_be or call.x.is_complex() or len(call.matrices) < len(call.factors):
         return IN_WHOLE
     ps, qs = call.sizes
@@ -199,8 +199,8 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
         return own
     group, position = (grid.col_group, grid.row) if left else (grid.row_group, grid.col)
     size = chosen.most_elements * x.element_size()
-    slots = open_slots(grid, group, row_groups(grid, left), size) if chosen.is_taken_over and not x.is_complex() else None
-    row_group = RowGroup(group, call.parts, position, chosen.transport_model, blocks)
+    slots = open_slots(grid, group, row_groups(grid, left), size) if chosen.is_direct else None
+    row_group = RowGroup(group, call.parts, position, blocks)
     factors = [f.mT if left and isinstance(f, Tensor) else f for f in factors]
     y = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots).run(x.mT if left else x)
     y = y.mT.contiguous() if left else y

@@ -18,23 +18,12 @@ from torch import Tensor
 
 from fastkron_py.distributed.failures import note, stage
 from fastkron_py.distributed.layout import TO_COLUMNS, TO_ROWS, Offsets, chunk_offsets, even_offsets
-from fastkron_py.distributed.plan import DIRECT
 from fastkron_py.distributed.transport.copies import Copy
-from fastkron_py.distributed.transport.packed import Packed
-from fastkron_py.distributed.transport.slots import SLOTS, Slots
-from fastkron_py.distributed.transport.transfer import RowGroup
+from fastkron_py.distributed.transport.packed import RowGroup
+from fastkron_py.distributed.transport.slots import Slots
 
 Multiply = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 """Multiplies blocks of columns of a rank's rows, and writes blocks of the product: each side one block, or one for each rank."""
-
-
-class PeerMemory(Packed):
-    """Between GPUs of one host, through a few slots on each."""
-
-    name = DIRECT
-    label = "through peer memory"
-    multiplies = True
-    slots = SLOTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +175,3 @@ class Chunk:
         own = None if layout.in_blocks else partial(copy, me)
         with stage(text, self._row_group.group):
             return text, self._slots.exchange(slot, columns, self._row_group.others, copy, pulls=pulls, own=own, ready=ready)
-
-
-PEER_MEMORY = PeerMemory()

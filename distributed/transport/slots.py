@@ -22,12 +22,11 @@ from torch import Tensor
 
 from fastkron_py.distributed.agreement import agree
 from fastkron_py.distributed.grid import ProcessGrid, kept, when_closing
+from fastkron_py.distributed.plan import SLOTS
 from fastkron_py.distributed.transport.flags import Flags
 
 T = TypeVar("T")
 
-SLOTS: Final = 6
-"""Slots of each rank: the transfers of a wave of chunks that are pending at a time."""
 ALIGNMENT: Final = 256
 VIEWS: Final = 1024  # of slots, that are kept
 

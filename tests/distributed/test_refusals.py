@@ -15,7 +15,7 @@ from rank_pool import RankPool
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fastkron_py.distributed import KroneckerProduct, KroneckerSum, Problem, ProcessGrid, kron_matmul, plan
+from fastkron_py.distributed import KroneckerProduct, KroneckerSum, Plan, Problem, ProcessGrid, kron_matmul
 from fastkron_py.distributed.failures import rank_text
 
 SIZES = (4, 5, 3)
@@ -43,7 +43,7 @@ class Given:
         return [*self.factors[:i], factor, *self.factors[i + 1 :]]
 
     def plan(self, transport: str = "packed", grid: tuple[int, int] | None = None) -> Any:
-        return plan(Problem(8, SIZES, SIZES, torch.float64), grid or self.grid.shape, stages="rows", transport=transport)
+        return Plan(Problem(8, SIZES, SIZES, torch.float64), grid or self.grid.shape, (), 1, transport)
 
 
 def verb(make: Callable[..., Any], method: str = "", **names: str) -> Callable[..., Any]:

@@ -25,9 +25,8 @@ from fastkron_py.distributed import pipeline
 from fastkron_py.distributed.layout import chunk_offsets
 from fastkron_py.distributed.pipeline import Pipeline
 from fastkron_py.distributed.transport import copies, flags
-from fastkron_py.distributed.transport.packed import PACKED
+from fastkron_py.distributed.transport.packed import RowGroup
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
-from fastkron_py.distributed.transport.transfer import RowGroup
 from fastkron_py.kron.planner import InBlocks
 
 
@@ -198,7 +197,7 @@ def product_of(world: World, size: int, sizes: list[int], columns: int, blocks: 
     """Of the rank that is current."""
     world.current = world.mains[world.rank]
     planned = mock.Mock(chunk_rows=lambda _: sizes, problem=mock.Mock(columns=(columns, columns)))
-    row_group = RowGroup(mock.Mock(), size, world.rank, PACKED, blocks)
+    row_group = RowGroup(mock.Mock(), size, world.rank, blocks)
     row_group.__dict__["ranks"] = tuple(range(size))  # which torch would be asked for
     return Pipeline(planned, row_group, (), 1.0, None, "product", world.slots[world.rank])  # type: ignore[arg-type]
 
