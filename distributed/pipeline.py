@@ -24,8 +24,7 @@ from fastkron_py.distributed.plan import Plan, plan
 from fastkron_py.distributed.replicated import tied
 from fastkron_py.distributed.transport.copies import copy
 from fastkron_py.distributed.transport.packed import RowGroup, Transfer, Work, finish, start, wave
-from fastkron_py.distributed.transport.peer_memory import Chunk, layout_of
-from fastkron_py.distributed.transport.slots import Slots
+from fastkron_py.distributed.transport.peer_memory import Chunk, Slots, layout_of
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.kron.into import gradients_into, multiply_into
 from fastkron_py.kron.operators.algebra import matrices
