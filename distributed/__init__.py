@@ -6,11 +6,9 @@ if __name__ != "fastkron_py.distributed":
 from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
 from fastkron_py.distributed.bootstrap import ProcessInfo, init_process_group
 from fastkron_py.distributed.failures import CollectiveError
-from fastkron_py.distributed.grid import ProcessGrid
-from fastkron_py.distributed.kronecker_sum import KroneckerSum
+from fastkron_py.distributed.grid import ProcessGrid, release_peer_memory
+from fastkron_py.distributed.operators import KroneckerProduct, KroneckerSum
 from fastkron_py.distributed.plan import Plan, Problem, plan
-from fastkron_py.distributed.product import KroneckerProduct
-from fastkron_py.distributed.transport.slots import release_peer_memory
 
 __all__ = [
     "CollectiveError",

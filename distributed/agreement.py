@@ -11,7 +11,6 @@ A description has the grid's layout in it: the same ranks in other rows and colu
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -49,37 +48,17 @@ class Control:
 
     Args:
         ranks: the members in the default group, ascending; this rank is one of them.
-        number: of the private grid that it is for, among all grids of these ranks; 0 for the one that the others share.
     """
 
-    def __init__(self, ranks: Sequence[int], number: int = 0) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
-        self.grids = number  # that have been made over it
-        self._busy = threading.RLock()
         self._failure = ""
-        name = f"fastkron_py/control/{'_'.join(map(str, self.ranks))}/{number}"
+        name = f"fastkron_py/control/{'_'.join(map(str, self.ranks))}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         with stage("ProcessGrid: connecting", self.ranks):
             # Any: torch's stubs leave out inherited methods of a backend.
             self._group: Any = dist.ProcessGroupGloo(store, self.ranks.index(dist.get_rank()), len(self.ranks), group_timeout())
         connections.append(ref(self))
-
-    @contextmanager
-    def alone(self, call: str) -> Iterator[None]:
-        """For the length of a call no other thread may begin one: ranks would take the two in different orders.
-
-        Raises:
-            RuntimeError: another thread is in a call. The ranks cannot know any more who waits for whom, so the connections are broken.
-        """
-        if not self._busy.acquire(blocking=False):
-            expected = "one thread at a time in calls over a grid, or over grids that share their groups"
-            text = f"{call}: expected {expected}; got a second one; give each thread a ProcessGrid(..., private=True)"
-            self.close(text)
-            raise RuntimeError(text)
-        try:
-            yield
-        finally:
-            self._busy.release()
 
     def close(self, failure: str) -> None:
         """Break the connections, so that ranks which wait here for this one learn at once that it will not come.
@@ -128,18 +107,17 @@ def agree(grid: ProcessGrid, description: Mapping[str, Any] | Exception, *, loca
     control, error = grid.control, description if isinstance(description, Exception) else None
     name = f"{description['call']}: {STAGE}" if isinstance(description, Mapping) and "call" in description else STAGE
     said = {"grid": grid.layout} | ({"fields": description} if error is None else {"error": pack_error(error)})
-    with control.alone(name):
-        own = np.zeros(2 + LOCAL, np.int64)
-        own[:2] = np.frombuffer(blake2b(repr(said).encode(), digest_size=16).digest(), np.int64)
-        own[2 : 2 + len(local)] = local
-        with stage(name, control.ranks):
-            rows: list[list[int]] = control.gathered(own).tolist()
-        if any(row[:2] != rows[0][:2] for row in rows):
-            contents = _gathered_text(control, json.dumps(said, separators=(",", ":")))
-            found = difference(contents, control.ranks)
-            raise found or value_error("description", "fields in the same order on every rank", "the same in another order") from error
-        if error is not None:  # the same on every rank
-            raise error
+    own = np.zeros(2 + LOCAL, np.int64)
+    own[:2] = np.frombuffer(blake2b(repr(said).encode(), digest_size=16).digest(), np.int64)
+    own[2 : 2 + len(local)] = local
+    with stage(name, control.ranks):
+        rows: list[list[int]] = control.gathered(own).tolist()
+    if any(row[:2] != rows[0][:2] for row in rows):
+        contents = _gathered_text(control, json.dumps(said, separators=(",", ":")))
+        found = difference(contents, control.ranks)
+        raise found or value_error("description", "fields in the same order on every rank", "the same in another order") from error
+    if error is not None:  # the same on every rank
+        raise error
     return [tuple(rows[control.ranks.index(rank)][2:]) for rank in grid.ranks]
 
 

@@ -12,17 +12,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call, own_block
 from fastkron_py.distributed.layout import by_stages, chunk_offsets, widths
 from fastkron_py.distributed.pipeline import Pipeline, fitting, free_memory
-from fastkron_py.distributed.plan import FALLBACK, Plan, Problem
+from fastkron_py.distributed.plan import DIRECT, FALLBACK, Plan, Problem
 from fastkron_py.distributed.plan import plan as make_plan
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, tied
-from fastkron_py.distributed.transport.slots import open_slots
-from fastkron_py.distributed.transport.transfer import RowGroup
+from fastkron_py.distributed.transport.packed import RowGroup
+from fastkron_py.distributed.transport.peer_memory import open_slots
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
 from fastkron_py.kron.checks import check_factor_shapes, check_tensors, factors_and_identities, is_identity, shape_of
@@ -48,7 +47,6 @@ def kron_matmul(
     z: Tensor | None = None,
     precision: str | None = None,
     plan: Plan | None = None,
-    recompute: bool = False,
     reduction: Reduction = "sum",
 ) -> Tensor:
     """Multiply with a Kronecker product over many ranks: ``alpha * x @ (F1 (x) ... (x) FN) + beta * z``.
@@ -72,7 +70,6 @@ def kron_matmul(
         z: added to the product: a block, or a DTensor, of the result's shape.
         precision: of float32 products, as in `fastkron_py.kron_matmul`.
         plan: stages and chunks; None chooses by `plan`.
-        recompute: do without the stages' operands between forward and backward pass, and exchange again in the backward pass.
         reduction: over the grid's ranks, of gradients of factors, alpha and beta: "sum", or "mean".
 
     Returns:
@@ -91,7 +88,7 @@ def kron_matmul(
         >>> kron_matmul(x, [f1, f2], grid=grid).shape
         torch.Size([16, 4096])
     """
-    return multiply(Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction), grid)
+    return multiply(Call(x, factors, alpha, beta, z, precision, plan, reduction), grid)
 
 
 def kron_matmul_left(
@@ -104,7 +101,6 @@ def kron_matmul_left(
     z: Tensor | None = None,
     precision: str | None = None,
     plan: Plan | None = None,
-    recompute: bool = False,
     reduction: Reduction = "sum",
 ) -> Tensor:
     """Multiply with a Kronecker product from the left over many ranks: ``alpha * (F1 (x) ... (x) FN) @ x + beta * z``.
@@ -121,16 +117,13 @@ def kron_matmul_left(
         z: added to the product; of the result's shape.
         precision: as in `fastkron_py.kron_matmul`.
         plan: of a Problem with left.
-        recompute: as in `kron_matmul`.
         reduction: as in `kron_matmul`.
 
     Returns:
         This rank's block of the result ``[prod(P_i), M]``, or a DTensor placed as x is.
 
     Raises:
-        TypeError: as in `kron_matmul`.
-        ValueError: as in `kron_matmul`.
-        CollectiveError: as in `kron_matmul`.
+        Exception: as in `kron_matmul`.
 
     Example:
         >>> grid = ProcessGrid()
@@ -138,17 +131,12 @@ def kron_matmul_left(
         >>> x = torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device)
         >>> y = kron_matmul_left([torch.ones(64, 64, device=grid.device) for _ in range(2)], x, grid=grid)
     """
-    return multiply(Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction, left=True), grid)
+    return multiply(Call(x, factors, alpha, beta, z, precision, plan, reduction, left=True), grid)
 
 
 def multiply(given: Call, grid: Any) -> Tensor:
     """`kron_matmul` and `kron_matmul_left`, of arguments that have not been checked."""
     where = grid_of_call(given.x, grid)
-    with where.control.alone(given.name):
-        return _multiplied(given, where)
-
-
-def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
     x, left = given.x, given.left
     with refused_by_all(where):
         call = checked(given, where)
@@ -156,22 +144,22 @@ def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
     # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
     # So does whether its launches read and write blocks: peers find parts accordingly.
     found = agree(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
-    m = check_blocks([sizes[:2] for sizes in found], where, call)
+    m = _whole_rows([sizes[1 - call.axis] for sizes in found], call)
     factors = merged(call.factors)
     own = _own_factors(call, factors)
     if own is not None:
         y = _multiply(call, own, None)
     else:
         chosen = call.plan or fitting(_planned(call.problem(m), where.shape, where.device.type), [sizes[2] for sizes in found])
-        common = [found[rank][3] for rank in row_groups(where, left)[where.col if left else where.row]]
+        common = [found[rank][3] for rank in _row_groups(call)[where.col if left else where.row]]
         y = _multiply(call, factors, chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
     ps, qs = call.sizes
     return as_operand(y, x, (math.prod(ps), x.shape[1]) if left else (x.shape[0], math.prod(qs)))
 
 
 def _in_blocks(call: Call) -> InBlocks:
-    """How this rank's products of whole rows can read and write columns, where a transport may take them over."""
-    may_be = call.x.is_cuda if call.plan is None else call.plan.transport_model.multiplies
+    """How this rank's products of whole rows can read and write columns, where peer memory may carry them."""
+    may_be = call.x.is_cuda if call.plan is None else call.plan.transport == DIRECT
     if not may_be or call.x.is_complex() or len(call.matrices) < len(call.factors):
         return IN_WHOLE
     ps, qs = call.sizes
@@ -188,8 +176,7 @@ def _own_factors(call: Call, factors: list[Any]) -> list[Any] | None:
     steps = by_stages(problem.inner, problem.outer, (len(factors),), call.parts, True)
     if any(step.leg is not None for step in steps):
         return None
-    place = call.grid.row if call.left else call.grid.col
-    return [widths(steps[0].offsets)[place] // steps[0].p, *factors[1:]]
+    return [widths(steps[0].offsets)[call.place] // steps[0].p, *factors[1:]]
 
 
 def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> Tensor:
@@ -207,19 +194,11 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
         options = {"alpha": alpha, "beta": beta, "z": z, "precision": call.precision}
         own: Tensor = local_kron_matmul_left(factors, x, **options) if left else local_kron_matmul(x, factors, **options)
         return own
-    group, position = (grid.col_group, grid.row) if left else (grid.row_group, grid.col)
-    size = chosen.most_elements * x.element_size()
-    slots = open_slots(grid, group, row_groups(grid, left), size) if chosen.is_taken_over and not x.is_complex() else None
-    row_group = RowGroup(group, call.parts, position, chosen.transport_model, blocks)
+    group, size = grid.col_group if left else grid.row_group, chosen.most_elements * x.element_size()
+    slots = open_slots(grid, group, _row_groups(call), size) if chosen.is_direct else None
     factors = [f.mT if left and isinstance(f, Tensor) else f for f in factors]
-    pipeline = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots)
-    x = x.mT if left else x
-    if call.recompute and torch.is_grad_enabled():
-        # Without early stop, which would leave exchanges half done.
-        with set_checkpoint_early_stop(False):
-            y = checkpoint(pipeline.run, x, use_reentrant=False, preserve_rng_state=False)
-    else:
-        y = pipeline.run(x)
+    row_group = RowGroup(group, call.parts, call.place, blocks)
+    y = Pipeline(chosen, row_group, factors, alpha, call.precision, call.name, slots).run(x.mT if left else x)
     y = y.mT.contiguous() if left else y
     return y if z is None else y + beta * z if isinstance(beta, Tensor) else torch.add(y, z, alpha=beta)
 
@@ -246,7 +225,6 @@ class Call:
     z: Tensor | None = None
     precision: str | None = None
     plan: Plan | None = None
-    recompute: bool = False
     reduction: Reduction = "sum"
     left: bool = False
     grid: ProcessGrid = field(init=False)
@@ -263,9 +241,19 @@ class Call:
         return {i: f for i, f in enumerate(self.factors) if isinstance(f, Tensor)}
 
     @property
+    def axis(self) -> int:
+        """The dimension of x that factors multiply."""
+        return 0 if self.left else 1
+
+    @property
     def parts(self) -> int:
-        """Over how many ranks a row of x is spread; with left a column."""
-        return self.grid.shape[0 if self.left else 1]
+        """Over how many ranks that dimension is spread."""
+        return self.grid.shape[self.axis]
+
+    @property
+    def place(self) -> int:
+        """Which block of it this rank has."""
+        return self.grid.row if self.left else self.grid.col
 
     @property
     def name(self) -> str:
@@ -274,8 +262,7 @@ class Call:
 
     def problem(self, m: int) -> Problem:
         """The product to plan, of a number of rows of x; with left of columns."""
-        ps, qs = self.sizes
-        matrices = self.matrices
+        (ps, qs), matrices = self.sizes, self.matrices
         gradients = torch.is_grad_enabled() and (self.x.requires_grad or any([f.requires_grad for f in matrices.values()]))
         identities = tuple([i for i in range(len(ps)) if i not in matrices])
         return Problem(m, ps, qs, self.x.dtype, self.left, gradients, identities)
@@ -287,12 +274,11 @@ class Call:
             "call": self.name,
             "dtype of x": str(self.x.dtype),
             "shapes of factors": [shape_text(f) for f in self.factors],
-            "alpha": scalar_text(self.alpha),
-            "beta": scalar_text(self.beta),
+            # Of a tensor only that it is one: its value may be on a GPU.
+            **{name: "a tensor" if isinstance(s, Tensor) else str(s) for name, s in shared[-2:]},
             "z": "none" if self.z is None else "a tensor",
             "precision": self.precision,
             "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.transport],
-            "recompute": self.recompute,
             "reduction": self.reduction,
             "arguments that need gradients": in_need([("x", self.x), ("z", self.z), *shared]),
             "under a transform of torch.func": transforms_active(),
@@ -308,11 +294,6 @@ def in_need(named: Sequence[tuple[str, Any]]) -> list[str]:
 def shape_text(factor: Any) -> Any:
     """A factor's shape, as ranks compare it: a list, or the integer itself."""
     return factor if is_identity(factor) else list(factor.shape)
-
-
-def scalar_text(value: Any) -> str:
-    """A number, or only that it is a tensor, whose value may be on a GPU."""
-    return "a tensor" if isinstance(value, Tensor) else str(value)
 
 
 def checksums(grid: ProcessGrid, named: Sequence[tuple[str, Any]]) -> dict[str, str]:
@@ -331,14 +312,12 @@ def _checksum(t: Tensor) -> str:
 
 def checked(given: Call, grid: ProcessGrid) -> Call:
     """Make the checks that need one rank alone."""
-    x, plan, left = given.x, given.plan, given.left
+    x, plan = given.x, given.plan
     listed = [_plain_factor(f, i, x) for i, f in enumerate(grid_factors(given.factors))]
     z, local = _plain_z(given.z, x), own_block("x", x)
     check_precision(given.precision)
     if plan is not None and not isinstance(plan, Plan):
         raise type_error("plan", "a Plan or None", type_name(plan))
-    if not isinstance(given.recompute, bool):
-        raise type_error("recompute", "True or False", type_name(given.recompute))
     check_reduction(given.reduction)
     if isinstance(local, Tensor):
         local, listed, z = autocasted(local, listed, z)
@@ -358,14 +337,10 @@ def checked(given: Call, grid: ProcessGrid) -> Call:
         z = None
     call: Call = replace(given, x=local, factors=listed, alpha=alpha, beta=beta, z=z)
     call.grid = grid
-    _check_own_block(call)
-    if isinstance(x, DTensor):
-        inner = math.prod(call.sizes[1 if left else 0])
-        if x.shape[0 if left else 1] != inner:
-            raise value_error("x", f"dimension {0 if left else 1} of size {inner}, the product of the factors' sizes", tuple(x.shape))
+    _check_own_block(call, x)
     if plan is not None:
         wanted, p = call.problem(0), plan.problem
-        if (p.ps, p.qs, p.identities, p.left, plan.grid) != (wanted.ps, wanted.qs, wanted.identities, left, grid.shape):
+        if (p.ps, p.qs, p.identities, p.left, plan.grid) != (wanted.ps, wanted.qs, wanted.identities, given.left, grid.shape):
             raise value_error("plan", f"a plan for {_plan_text(wanted, grid.shape)}", f"one for {_plan_text(p, plan.grid)}")
     return call
 
@@ -376,12 +351,7 @@ def _plan_text(problem: Problem, shape: tuple[int, int]) -> str:
 
 
 def grid_factors(factors: Any, name: str = "factors") -> list[Any]:
-    """The factors as a list that may have positive integers in it, for identities.
-
-    Raises:
-        TypeError: no sequence, or a bool among the factors.
-        ValueError: an empty sequence, or an integer that is not positive.
-    """
+    """The factors as a list that may have positive integers in it, for identities; a TypeError or ValueError says what is wrong."""
     listed = factors_and_identities(factors, name)
     for i, f in enumerate(listed):
         if is_identity(f) and f == 0:
@@ -389,43 +359,37 @@ def grid_factors(factors: Any, name: str = "factors") -> list[Any]:
     return listed
 
 
-def _check_own_block(call: Call) -> None:
-    """The widths of this rank's blocks of x and z."""
-    grid, axis = call.grid, 0 if call.left else 1
-    place, parts = (grid.row, grid.shape[0]) if call.left else (grid.col, grid.shape[1])
-    inner, outer = reversed(call.sizes) if call.left else call.sizes
-    block = widths(chunk_offsets(math.prod(inner), parts))[place]
-    side = ("rows", "columns")[axis]
-    if call.x.shape[axis] != block:
-        total = math.prod(inner)
-        hint = ". Did you pass the full tensor?" if parts > 1 and call.x.shape[axis] == total else ""
-        expected = f"this rank's block of {block} {side} (block {place} of {parts}; {total} {side} in total)"
-        raise value_error("x", expected, f"shape {tuple(call.x.shape)}{hint}")
-    if call.z is not None:
-        block = widths(chunk_offsets(math.prod(outer), parts))[place]
-        shape = (block, call.x.shape[1]) if call.left else (call.x.shape[0], block)
-        if tuple(call.z.shape) != shape:
-            raise value_error("z", f"this rank's block of the result, {shape}", f"shape {tuple(call.z.shape)}")
+def _check_own_block(call: Call, whole: Any) -> None:
+    """The widths of this rank's blocks of x and z, and of the DTensor that x may be a block of."""
+    axis, parts, place, shape = call.axis, call.parts, call.place, list(call.x.shape)
+    inner, outer = (math.prod(sizes) for sizes in (reversed(call.sizes) if call.left else call.sizes))
+    block, side = widths(chunk_offsets(inner, parts))[place], ("rows", "columns")[axis]
+    if shape[axis] != block:
+        hint = ". Did you pass the full tensor?" if parts > 1 and shape[axis] == inner else ""
+        expected = f"this rank's block of {block} {side} (block {place} of {parts}; {inner} {side} in total)"
+        raise value_error("x", expected, f"shape {tuple(shape)}{hint}")
+    shape[axis] = widths(chunk_offsets(outer, parts))[place]
+    if call.z is not None and list(call.z.shape) != shape:
+        raise value_error("z", f"this rank's block of the result, {tuple(shape)}", f"shape {tuple(call.z.shape)}")
+    if isinstance(whole, DTensor) and whole.shape[axis] != inner:
+        raise value_error("x", f"dimension {axis} of size {inner}, the product of the factors' sizes", tuple(whole.shape))
 
 
-def check_blocks(shapes: Sequence[tuple[int, ...]], grid: ProcessGrid, call: Call) -> int:
-    """Ranks of a row group have to hold the same rows. Returns how many there are in all groups. The same on every rank."""
-    other = 1 if call.left else 0
-    sizes = [s[other] for s in shapes]
-    groups = row_groups(grid, call.left)
-    side = ("rows", "columns")[other]
+def _whole_rows(sizes: Sequence[int], call: Call) -> int:
+    """How many rows of x (with left: columns) all row groups have, whose ranks hold the same ones. The same on every rank."""
+    groups, grid = _row_groups(call), call.grid
     for group in groups:
         if len({sizes[r] for r in group}) > 1:
             came = ", ".join(f"{sizes[r]} on rank {grid.ranks[r]}" for r in group)
-            raise value_error("x", f"as many {side} on all ranks of a {'column' if call.left else 'row'} of the grid", came)
+            sides = "columns on all ranks of a column" if call.left else "rows on all ranks of a row"
+            raise value_error("x", f"as many {sides} of the grid", came)
     return sum(sizes[group[0]] for group in groups)
 
 
-def row_groups(grid: ProcessGrid, left: bool) -> list[list[int]]:
+def _row_groups(call: Call) -> list[list[int]]:
     """The grid's ranks that exchange with each other: its rows, or with left its columns."""
-    gm, gk = grid.shape
-    rows = [[r * gk + c for c in range(gk)] for r in range(gm)]
-    return [list(column) for column in zip(*rows, strict=True)] if left else rows
+    gm, gk = call.grid.shape
+    return [list(range(c, gm * gk, gk)) for c in range(gk)] if call.left else [list(range(r * gk, (r + 1) * gk)) for r in range(gm)]
 
 
 def _plain_z(z: Any, x: Any) -> Any:

@@ -25,13 +25,6 @@ DIMENSIONS: Final = ("rows", "cols")
 PLACEMENTS: Final = (Shard(0), Shard(1))
 """Of the DTensors that are blocks over a grid."""
 
-_when_closing: list[Callable[[ProcessGrid], None]] = []
-
-
-def when_closing(function: Callable[[ProcessGrid], None]) -> None:
-    """Have a function called on every rank of a grid that is closed."""
-    _when_closing.append(function)
-
 
 class ProcessGrid:
     """GM x GK ranks; rank (r, c) holds block r of the rows and block c of the columns of a distributed matrix.
@@ -46,8 +39,6 @@ class ProcessGrid:
             which needs no exchange and is best if a product has at least as many rows as there are ranks.
         ranks: the ranks of the default group that make up the grid, ascending; None takes all. Not with a mesh.
         device: where tensors of this rank lie; None takes the current GPU if the default group has NCCL, else the CPU.
-        private: make groups of its own, so that a thread can use this grid while another thread uses another one. They last until the
-            default group is destroyed. Not with a mesh.
         check_factors: have ranks compare checksums of factors, mass matrices and scalars that are tensors before each call, which waits for
             the GPU. For debugging: ranks whose factors differ get wrong results. None does so where ``FASTKRON_CHECK=1`` is set.
 
@@ -63,7 +54,7 @@ class ProcessGrid:
         group: all ranks of the grid.
         row_group: the GK ranks of this rank's row, by column: they hold the columns of the same rows, and exchange them.
         col_group: the GM ranks of this rank's column, by row.
-        layout: which ranks are in which row and column, whose groups they use, and its number. Ranks compare this before each call.
+        layout: which ranks are in which row and column, and whose groups they use. Ranks compare this before each call.
 
     Raises:
         TypeError: an argument of another type.
@@ -89,7 +80,6 @@ class ProcessGrid:
         *,
         ranks: Sequence[int] | None = None,
         device: torch.device | str | None = None,
-        private: bool = False,
         check_factors: bool | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -101,24 +91,17 @@ class ProcessGrid:
         self._control: Control = kept(ascending, lambda: Control(ascending))
         with refused_by_all(self):
             self.shape, self.device = _grid_shape(shape, ranks, self.ranks), _grid_device(device, shape)
-            if private and mesh is not None:
-                raise value_error("private", "False with a mesh, whose groups are used", private)
             if check_factors is not None and not isinstance(check_factors, bool):
                 raise type_error("check_factors", "True, False or None", type_name(check_factors))
         self.row, self.col = divmod(self.rank, self.shape[1])
-        self._check_factors, self._is_private = check_factors, private
-        description = {"call": "ProcessGrid", "shape": list(self.shape), "device": self.device.type, "private": bool(private)}
-        description["check_factors"] = self.check_factors
+        self._check_factors = check_factors
+        description = {"call": "ProcessGrid", "shape": list(self.shape), "device": self.device.type, "check_factors": self.check_factors}
         description["version of fastkron_py"] = sys.modules["fastkron_py"].__version__  # not imported: the package imports this
         agree(self, description)
-        self._control.grids = number = self._control.grids + 1
-        if private:
-            self._control = Control(self.ranks, number)
         order = "" if self.ranks == ascending else f" of ranks {', '.join(map(str, self.ranks))}"
-        # With a number, lest ranks take the call of one thread for another thread's, over a grid that is alike.
-        self.layout = f"{self.shape[0]} x {self.shape[1]}{order}{'' if mesh is None else ' of a mesh'}, number {number}"
+        self.layout = f"{self.shape[0]} x {self.shape[1]}{order}{'' if mesh is None else ' of a mesh'}"
         if mesh is None:
-            self.group, row_group, col_group = _groups(self, self.shape, number if private else 0)
+            self.group, row_group, col_group = _groups(self, self.shape)
             table = torch.tensor(self.ranks, dtype=torch.int).view(self.shape)
             mesh = DeviceMesh.from_group([col_group, row_group], self.device.type, mesh=table, mesh_dim_names=DIMENSIONS)
         else:
@@ -216,7 +199,7 @@ class ProcessGrid:
         agree(self, {"call": "ProcessGrid.barrier"})
 
     def close(self) -> None:
-        """Give back peer memory, and a private grid's connections on the host; later calls over the grid raise an error. Collective.
+        """Give back peer memory; later calls over the grid raise an error. Collective.
 
         Process groups last until the default group is destroyed: grids of the same ranks and shape share them, and peer memory too, which
         the next product of another one makes anew. A second close does nothing. ``with grid:`` closes it at the end of the block; after an
@@ -226,15 +209,8 @@ class ProcessGrid:
             CollectiveError: a rank did not join in time.
         """
         if not self._closed:
-            agree(self, {"call": "ProcessGrid.close"})
-            for function in _when_closing:
-                function(self)
-            self._end()
-
-    def _end(self) -> None:
-        if self._is_private and not self._closed:
-            self._control.close("the grid has been closed")
-        self._closed = True
+            _release(self, "ProcessGrid.close")
+            self._closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -242,8 +218,7 @@ class ProcessGrid:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self.close()
-        else:
-            self._end()
+        self._closed = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGrid:
         """Itself: a copy of a module that holds a grid has the same ranks, and communicators are not copied."""
@@ -256,7 +231,7 @@ class ProcessGrid:
 
 # Grids of the same ranks and shape share their groups: communicators are slow to make and hold memory.
 _made: dict[Any, Any] = {}
-"""Controls by ranks, groups by ranks, shape and number, grids by mesh, and slots: all of the default group of this time."""
+"""Controls by ranks, groups by ranks and shape, grids by mesh, and slots: all of the default group of this time."""
 _made_in: Any = None
 
 
@@ -278,8 +253,40 @@ def kept(key: Any, make: Callable[[], Any], is_good: Callable[[Any], bool] = lam
     return _made[key]
 
 
-def _groups(grid: ProcessGrid, shape: tuple[int, int] | None, private: int = 0) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of all ranks of a grid, or of a private one's number, of this rank's row and of its column; without a shape the first."""
+def known_slots() -> dict[tuple[str, torch.device], Any]:
+    """Slots of peer memory of this process group, by group and device; None where there can be none."""
+    return kept("slots", dict)  # type: ignore[no-any-return]
+
+
+def release_peer_memory(grid: ProcessGrid) -> None:
+    """Give back the memory that products over a grid keep for exchanges through peer memory. Collective: every rank of the grid calls it.
+
+    Slots stay allocated after a product, since the next one of its size uses them again; those of a grid of 1 x 4 GPUs take up to six
+    times a chunk's block. Without slots nothing happens. The next product that needs slots makes new ones. Slots that a CUDA graph uses
+    stay, since it may be replayed.
+
+    Args:
+        grid: a `ProcessGrid`.
+
+    Raises:
+        CollectiveError: a rank did not join in time.
+
+    Example:
+        >>> release_peer_memory(ProcessGrid((1, 1)))
+    """
+    _release(grid, "release_peer_memory")
+
+
+def _release(grid: ProcessGrid, call: str) -> None:
+    if grid.device.type == "cuda":
+        torch.cuda.synchronize(grid.device)
+    agree(grid, {"call": call})  # nobody writes to a peer any more
+    for group in (grid.row_group, grid.col_group):
+        known_slots().pop((group.group_name, grid.device), None)
+
+
+def _groups(grid: ProcessGrid, shape: tuple[int, int] | None) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of all ranks of a grid, of this rank's row and of its column; without a shape the first."""
     row, col = divmod(grid.rank, shape[1]) if shape else (0, 0)
     members = [grid.ranks]
     if shape is not None:
@@ -290,7 +297,7 @@ def _groups(grid: ProcessGrid, shape: tuple[int, int] | None, private: int = 0) 
             _level(grid)
             return tuple(_new_group(m) for m in members)
 
-    found: tuple[dist.ProcessGroup, ...] = kept((grid.ranks, shape, private), make)
+    found: tuple[dist.ProcessGroup, ...] = kept((grid.ranks, shape), make)
     return found
 
 

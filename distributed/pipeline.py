@@ -23,9 +23,8 @@ from fastkron_py.distributed.layout import Leg, chunk_offsets, widths
 from fastkron_py.distributed.plan import Plan, plan
 from fastkron_py.distributed.replicated import tied
 from fastkron_py.distributed.transport.copies import copy
-from fastkron_py.distributed.transport.peer_memory import Chunk, layout_of
-from fastkron_py.distributed.transport.slots import Slots
-from fastkron_py.distributed.transport.transfer import RowGroup, Transfer, Work, finish, ready_now, start, wave
+from fastkron_py.distributed.transport.packed import RowGroup, Transfer, Work, finish, start, wave
+from fastkron_py.distributed.transport.peer_memory import Chunk, Slots, layout_of
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.kron.into import gradients_into, multiply_into
 from fastkron_py.kron.operators.algebra import matrices
@@ -248,6 +247,11 @@ def _recorded_gradients(product: Pipeline, dy: Tensor, x: Tensor, factors: Seque
     """Gradients that can be differentiated again, of the same product once more."""
     wanted = [t for t, need in zip((x, *factors), needs, strict=True) if need]
     return take(torch.autograd.grad(replace(product, factors=factors)._exchanged(x), wanted, dy, create_graph=True), needs)
+
+
+def ready_now(t: Tensor) -> torch.cuda.Event | None:
+    """An event after which a tensor's present contents can be read, whatever the current stream is given later; None on CPUs."""
+    return torch.cuda.current_stream(t.get_device()).record_event() if t.is_cuda else None
 
 
 def _joined(blocks: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
@@ -22,7 +22,6 @@ from fastkron_py.kron.modes import merged
 from fastkron_py.runtime.checks import DTYPES, check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
-BY_ROWS: Final[Literal["rows"]] = "rows"
 MOST_CHUNKS: Final = 8
 CHUNK_BYTES: Final = 64 << 20
 """A rank sends about as much in the exchange of a chunk, or more, unasked; with gradients twice as much. H200s send it in 0.2 ms; a
@@ -143,38 +142,12 @@ def positive_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     return tuple(int(s) for s in sizes)
 
 
-class Transport:
-    """One way for blocks to go from rank to rank. A new one is a file with a subclass, and a line in `fastkron_py.distributed.transport`.
-
-    Attributes:
-        name: in plans, and for ``plan(transport=...)``.
-        label: how parts of an exchange go, in a printed plan.
-        multiplies: of whole rows it takes over the product as well, which may read and write columns in blocks.
-        slots: buffers on each rank beside a product's, each as large as the most that the exchange of a chunk brings a rank.
-    """
-
-    name: str
-    label: str
-    multiplies: bool = False
-    slots: int = 0
-
-    def send(self, transfer: Any, local: Any) -> Any:
-        """Begin to send this rank's block, flat and contiguous.
-
-        Returns:
-            The parts under way to this rank. Their method ``receive(transfer, out)`` waits for them and puts them in place: in out or,
-            without it, where they are.
-
-        Raises:
-            CollectiveError: the exchange cannot begin; names the stage. `receive`: it failed.
-        """
-        raise NotImplementedError
-
-
 FALLBACK: Final = "packed"
 DIRECT: Final = "peer memory"
-TRANSPORTS: Final[dict[str, Transport]] = {}
-"""Transports by name. `fastkron_py.distributed.transport` fills it."""
+TRANSPORTS: Final = (FALLBACK, DIRECT)
+SLOTS: Final = 6
+"""Buffers in peer memory on each rank, each as large as the most that the exchange of a chunk brings it: the transfers of a wave of chunks
+that are pending at a time."""
 
 
 @dataclass(frozen=True)
@@ -198,14 +171,14 @@ class Plan:
     transport: str = FALLBACK
 
     @property
-    def transport_model(self) -> Transport:
-        """The transport itself."""
-        return TRANSPORTS[self.transport]
+    def is_direct(self) -> bool:
+        """Whether peer memory carries the product: of real matrices by whole rows."""
+        return self.transport == DIRECT and self.by_rows and not (self.problem.identities or self.problem.dtype.is_complex)
 
     @property
-    def is_taken_over(self) -> bool:
-        """Whether the transport takes over the product as well: of real matrices by whole rows."""
-        return self.transport_model.multiplies and self.by_rows and not (self.problem.identities or self.problem.dtype.is_complex)
+    def sending(self) -> str:
+        """How parts of an exchange go, in a printed plan."""
+        return "through peer memory" if self.transport == DIRECT else FALLBACK
 
     @property
     def parts(self) -> int:
@@ -226,11 +199,6 @@ class Plan:
     def by_rows(self) -> bool:
         """Whether ranks exchange columns for whole rows, multiply these by all factors, and exchange back."""
         return not self.cuts
-
-    @property
-    def stages(self) -> tuple[int, ...] | Literal["rows"]:
-        """The argument with which `plan` chooses these stages again."""
-        return self.cuts or BY_ROWS
 
     @property
     def is_local(self) -> bool:
@@ -305,15 +273,9 @@ class Plan:
         if problem.gradients:  # operands that have arrived are saved
             saved = sum([max([leg.gets(rank) for rank in range(parts)]) for leg in self._legs(rows)[:-1]])
             total, matrices = total + rows * blocks + saved, 2 * matrices
-        if not self.is_local and (self.is_taken_over or not self.transport_model.multiplies):
-            total += self.transport_model.slots * self.most_elements
+        if self.is_direct:
+            total += SLOTS * self.most_elements
         return (total + matrices) * problem.dtype.itemsize
-
-    def smaller(self) -> Iterator[Plan]:
-        """The same stages in more chunks, fewest first; then packed, without another transport's own memory."""
-        for transport in dict.fromkeys((self.transport, FALLBACK)):
-            for chunks in (c for c in SMALLER_CHUNKS if c > self.chunks):
-                yield _made(self.problem, self.grid, self.cuts, chunks, transport)
 
     def __str__(self) -> str:
         return _table(self)
@@ -324,23 +286,20 @@ def plan(
     grid: tuple[int, int] | None = None,
     *,
     world_size: int | None = None,
-    stages: Sequence[int] | Literal["rows"] | None = None,
     chunks: int | None = None,
     memory: float | None = None,
     transport: str | None = None,
 ) -> Plan:
     """Choose how a grid of ranks multiplies: grid, stages, chunks and transport.
 
+    Ranks take whole rows for the product, and give them back, if each rank of a row group has one. Otherwise there are two stages with an
+    exchange after each. Without an exchange there is one, also if whole slices beside an identity that comes first stay where they are.
+
     Args:
         problem: the product.
         grid: ``(GM, GK)``; None takes, of all that make up world_size, the one that spreads columns least: each row group has a row, and
             each rank enough memory.
         world_size: number of ranks; needed without a grid.
-        stages: how many factors each stage multiplies between two exchanges, the first stage the last factors; their sum is the number
-            of factors (neighbouring identities are one). Or "rows": ranks take whole rows for the product, and give them back. None
-            takes rows where each rank of a row group has one, else two stages. Two stages at least where ranks exchange columns (one
-            would bring all of a row to one rank); without an exchange there is one. Where the first factor is an identity, one stage
-            leaves whole slices of the others where they are.
         chunks: into how many parts a rank's rows are cut; None takes 8, fewer of small products, and more where memory is short. As with
             torch.chunk there are at most as many as rows: by "rows" as each rank takes, and one without an exchange.
         memory: bytes that each rank may use; None sets no limit.
@@ -352,7 +311,7 @@ def plan(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a grid, stages, chunks or a transport that do not fit, or more memory needed than there is.
+        ValueError: a grid, chunks or a transport that do not fit, or more memory needed than there is.
 
     Example:
         >>> print(plan(Problem(128, (64,) * 4, (64,) * 4), world_size=8))
@@ -362,18 +321,18 @@ def plan(
     if not isinstance(problem, Problem):
         raise type_error("problem", "a Problem", type_name(problem))
     _check_options(chunks, memory, transport)
-    forced = None if stages is None else _cuts(stages, len(problem.ps))
     tried: list[Plan] = []
-    for shape in _shapes(problem, grid, world_size, forced):
-        for cuts in _stages(problem, shape) if forced is None else [forced]:
-            first = _made(problem, shape, cuts, chunks, transport)
+    for shape in _shapes(problem, grid, world_size):
+        for cuts in _stages(problem, shape):
+            first = of_stages(problem, shape, cuts, chunks, transport)
             if memory is None:
                 return first
-            smaller = first.smaller() if chunks is None else ()
-            tried += [first, *[p for p in smaller if transport in (None, p.transport)]]
-            fitting = next((p for p in tried if p.peak_memory <= memory), None)
-            if fitting is not None:
-                return fitting
+            more = [c for c in SMALLER_CHUNKS if chunks is None and c > first.chunks]
+            ways = [transport] if transport else dict.fromkeys((first.transport, FALLBACK))
+            for found in (first, *[of_stages(problem, shape, cuts, c, way) for way in ways for c in more]):
+                if found.peak_memory <= memory:
+                    return found
+                tried.append(found)
     least = min(tried, key=lambda p: p.peak_memory)
     needed = f"at least {least.peak_memory:,} bytes, as a {least.grid[0]} x {least.grid[1]} grid with {least.chunks} chunks needs"
     raise value_error("memory", f"{needed} (more ranks need less each)", f"{memory:,.0f}")
@@ -388,32 +347,14 @@ def _check_options(chunks: Any, memory: Any, transport: Any) -> None:
         raise type_error("memory", "a number of bytes or None", type_name(memory))
 
 
-def _cuts(stages: Any, count: int) -> tuple[int, ...]:
-    if isinstance(stages, str):
-        if stages != BY_ROWS:
-            raise value_error("stages", f'numbers of factors, or "{BY_ROWS}"', repr(stages))
-        return ()
-    cuts = positive_sizes("stages", stages)
-    if sum(cuts) != count:
-        raise value_error("stages", f"numbers that add up to {count}, the number of factors", cuts)
-    return cuts
-
-
-def _shapes(problem: Problem, grid: Any, world_size: Any, cuts: tuple[int, ...] | None) -> list[tuple[int, int]]:
+def _shapes(problem: Problem, grid: Any, world_size: Any) -> list[tuple[int, int]]:
     """The grids to choose among, the first that fits: those whose row groups all have a row, columns over few ranks before many."""
-    shapes = list(_all_shapes(grid, world_size))
-    if cuts is not None and len(cuts) == 1 and not problem.identity_first:
-        whole = [shape for shape in shapes if _sides(problem, shape)[1] == 1]
-        if not whole:
-            expected = f'two stages or more, or "{BY_ROWS}", since ranks of a {shapes[0][0]} x {shapes[0][1]} grid exchange columns'
-            raise value_error("stages", expected, cuts)
-        shapes = whole
 
     def order(shape: tuple[int, int]) -> tuple[bool, int]:
         groups, parts = _sides(problem, shape)
         return groups > max(1, problem.m), parts
 
-    return sorted(shapes, key=order)
+    return sorted(_all_shapes(grid, world_size), key=order)
 
 
 def _all_shapes(grid: Any, world_size: Any) -> Iterator[tuple[int, int]]:
@@ -461,7 +402,7 @@ def _two_stages(problem: Problem, parts: int) -> tuple[int, int]:
     return count - first, first
 
 
-def _made(problem: Problem, grid: tuple[int, int], cuts: tuple[int, ...], chunks: int | None, transport: str | None) -> Plan:
+def of_stages(problem: Problem, grid: tuple[int, int], cuts: tuple[int, ...], chunks: int | None, transport: str | None) -> Plan:
     """A plan of these stages, with as many chunks as there are, or can be."""
     made = Plan(problem, grid, cuts, 1)
     if made.is_local:  # without an exchange any transport will do
@@ -473,7 +414,7 @@ def _made(problem: Problem, grid: tuple[int, int], cuts: tuple[int, ...], chunks
         chunks = 1 if sent < max(least, TWO_CHUNKS_BYTES) else min(MOST_CHUNKS, 1 << max(1, (sent // least).bit_length() - 1))
     chunks = min(int(chunks), max(1, -(-rows // made.parts) if made.by_rows else rows))
     made = replace(made, chunks=chunks, transport=transport or DIRECT)
-    return made if transport or (made.is_taken_over and chunks >= FEWEST_CHUNKS) else replace(made, transport=FALLBACK)
+    return made if transport or (made.is_direct and chunks >= FEWEST_CHUNKS) else replace(made, transport=FALLBACK)
 
 
 # ---- in words ------------------------------------------------------------------------------------
@@ -505,7 +446,7 @@ def _table(plan: Plan) -> str:
     sizes = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     form = "K @ x, M" if p.left else "x @ K, M"
     chunks = f"{plan.chunks} chunks of rows" if plan.chunks > 1 else "one chunk of rows"
-    sent = "" if plan.is_local else f", {plan.transport_model.label}"
+    sent = "" if plan.is_local else f", {plan.sending}"
     dtype = str(p.dtype).removeprefix("torch.")
     return "\n".join(
         [

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from plan_picture import picture
 
-from fastkron_py.distributed import Problem, plan
+from fastkron_py.distributed import Plan, Problem
 from fastkron_py.kron.families.fragments import Chain, chained_config, chained_layout
 from fastkron_py.kron.plan.steps import Step
 
@@ -209,8 +209,8 @@ def tile_way(path: Path) -> None:
 
 def distributed(folder: Path) -> None:
     """How blocks move between ranks: by stages, where nothing divides evenly, and by whole rows."""
-    picture(plan(Problem(8, (5,) * 3, (5,) * 3), (1, 4), stages=(2, 1)), folder / "distributed_stages.png")
-    picture(plan(Problem(8, (64,) * 3, (64,) * 3), (1, 4), stages="rows"), folder / "distributed_rows.png")
+    picture(Plan(Problem(8, (5,) * 3, (5,) * 3), (1, 4), (2, 1), 1), folder / "distributed_stages.png")
+    picture(Plan(Problem(8, (64,) * 3, (64,) * 3), (1, 4), (), 1), folder / "distributed_rows.png")
 
 
 def matrix(axes: Any, left: float, top: float, values: list[list[str]], colours: list[list[str]], name: str = "", size: float = 9) -> None:

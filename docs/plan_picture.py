@@ -40,7 +40,7 @@ def _draw(plan: Plan, axes: Any) -> None:
         if step.leg is not None:
             _exchange(axes, top, step.leg, _title(plan, step))
             top += 2.6
-    text = f"Colour: the rank that had it before. Frame and number: the rank that holds it. Parts are {plan.transport_model.label}."
+    text = f"Colour: the rank that had it before. Frame and number: the rank that holds it. Parts are {plan.sending}."
     axes.text(0.1, top + 0.05, text, fontsize=9, color=MUTED, va="center")
 
 

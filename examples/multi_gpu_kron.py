@@ -69,7 +69,7 @@ def multiply_only(chosen: Plan, grid: ProcessGrid, factors: list[torch.Tensor], 
         mine = rows * (grid.col + 1) // grid.shape[1] - rows * grid.col // grid.shape[1]
         operands.append((mine, math.prod(chosen.problem.ps), factors))
     else:
-        for stage in chosen.way.stages:
+        for stage in (step for step in chosen.steps if step.multiplies):
             slices = (stage.offsets[grid.col + 1] - stage.offsets[grid.col]) // stage.p
             operands.append((rows * slices, stage.p, factors[stage.start : stage.stop]))
     work = [(torch.randn(m, k, device=grid.device).to(factors[0].dtype), some) for m, k, some in operands]

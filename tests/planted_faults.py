@@ -67,7 +67,7 @@ DERIVATIVES = "fastkron_py/kron/operator.py"
 CALLS = "fastkron_py/runtime/call_cache.py"
 RANKS = ("tests/distributed/test_kron_matmul.py", "tests/distributed/test_operators.py")
 PULL = ("tests/distributed/transport/test_pull.py",)
-SLOTS = "distributed/transport/slots.py"
+SLOTS = "distributed/transport/peer_memory.py"
 
 FAULTS = [
     # Calls that are kept.

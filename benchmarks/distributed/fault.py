@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fastkron_py.distributed import CollectiveError, ProcessGrid, init_process_group, kron_matmul
-from fastkron_py.distributed.transport.slots import Slots
+from fastkron_py.distributed.transport.peer_memory import Slots
 
 HOWS = ("between", "within")
 PRODUCTS = 12

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py.distributed import Plan, Problem, ProcessGrid, init_process_group, kron_matmul, plan
 from fastkron_py.distributed.agreement import agree
-from fastkron_py.distributed.plan import DIRECT, FALLBACK
+from fastkron_py.distributed.plan import DIRECT, FALLBACK, of_stages
 from fastkron_py.kron.operators.algebra import kron_range
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -246,12 +246,12 @@ def measure(
             work = work_of(made, scaling.backward, kron_matmul, grid=grid, plan=how)
             error = ranks.most(made.error(work()))
             if not error < TOLERANCES[scaling.dtype]:
-                wrong.append(f"{scaling.name}, {name}, {how.stages}, {how.chunks} chunks, {how.transport}: errs by {error:.1e}")
+                wrong.append(f"{scaling.name}, {name}, {_stages(how)}, {how.chunks} chunks, {how.transport}: errs by {error:.1e}")
                 ranks.tell(f"wrong: {wrong[-1]}")
                 continue
             seconds = ranks.seconds(work)
             row = {
-                "grid": name, "shape": list(base.grid), "stages": how.stages, "chunks": how.chunks, "direct": how.transport == DIRECT,
+                "grid": name, "shape": list(base.grid), "stages": _stages(how), "chunks": how.chunks, "direct": how.transport == DIRECT,
                 "error": error,
                 "seconds": seconds, "begun": ranks.begun(work),
                 "bytes": how.bytes_total,
@@ -276,6 +276,11 @@ def measure(
     return found
 
 
+def _stages(how: Plan) -> Sequence[int] | str:
+    """As results have them."""
+    return how.cuts or "rows"
+
+
 def _variants(problem: Problem, base: Plan, scaling: Scaling, ranks: Ranks) -> list[Plan]:
     """The plan; on GPUs also every other way to send whole rows, and once by stages."""
     if base.parts == 1 or not ranks.gpus or scaling.backward:
@@ -283,10 +288,10 @@ def _variants(problem: Problem, base: Plan, scaling: Scaling, ranks: Ranks) -> l
     found = [base]
     if base.by_rows:
         other = FALLBACK if base.transport == DIRECT else DIRECT
-        found.append(plan(problem, base.grid, stages="rows", transport=other))
-        found.append(plan(problem, base.grid, stages="rows", chunks=2 * base.chunks))
+        found.append(plan(problem, base.grid, transport=other))
+        found.append(plan(problem, base.grid, chunks=2 * base.chunks))
     if base.by_rows and not scaling.weak and scaling.label == "64^4":
-        found.append(plan(problem, base.grid, stages=(2, 2)))
+        found.append(of_stages(problem, base.grid, (2, 2), None, None))
     return found
 
 

@@ -33,11 +33,6 @@ def driver_function(name: str) -> Any:
         return None
 
 
-def plain(buffer: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, which every backend sends."""
-    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-
-
 def copy(to: Tensor, of: Tensor) -> None:
     """Copy a tensor of the same shape and dtype, in words of 16 bytes where both consist of such."""
     if to.nbytes >= WIDE_BYTES and _in_words(to) and _in_words(of):

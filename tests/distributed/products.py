@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastkron_py
 from fastkron_py.distributed import Problem, ProcessGrid, kron_matmul, kron_matmul_left, plan
 from fastkron_py.distributed.layout import chunk_offsets
+from fastkron_py.distributed.plan import of_stages
 
 # M, factors, stages. First what FastKron's own tests run on several GPUs, scaled down, then what it refuses, then integers for identities.
 PROBLEMS = {
@@ -122,8 +123,15 @@ def problem(m, sizes, dtype=torch.float64, left=False):
     return Problem(m, ps, qs, dtype, left, identities=tuple([i for i, s in enumerate(sizes) if isinstance(s, int)]))
 
 
-def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64):
-    return plan(problem(m, sizes, dtype, left), shape, stages=stages, chunks=chunks)
+def staged(problem, shape, stages, chunks=None, transport=None):
+    """The plan of these stages, or by "rows"; None takes the rules' stages."""
+    if stages is None:
+        return plan(problem, shape, chunks=chunks, transport=transport)
+    return of_stages(problem, shape, () if stages == "rows" else tuple(stages), chunks, transport)
+
+
+def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64, transport=None):
+    return staged(problem(m, sizes, dtype, left), shape, stages, chunks, transport)
 
 
 def bytes_between(how, exchange, sender, receiver):

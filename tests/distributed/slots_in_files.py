@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fastkron_py.distributed.transport.slots import SLOTS, Slots
+from fastkron_py.distributed.transport.peer_memory import SLOTS, Slots
 
 
 class Files(Slots):

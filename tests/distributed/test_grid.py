@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -18,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fastkron_py
-from fastkron_py.distributed import CollectiveError, KroneckerProduct, ProcessGrid, init_process_group, kron_matmul
+from fastkron_py.distributed import KroneckerProduct, ProcessGrid, init_process_group, kron_matmul
 from fastkron_py.distributed.failures import rank_text
 from fastkron_py.distributed.grid import grid_of
 
@@ -104,66 +101,6 @@ def test_versions_that_differ(ranks: RankPool) -> None:
         assert outcome.message == f'version of fastkron_py: expected the same on every rank; got "0.0" on {others}; "0.1" on rank 1'
 
 
-def over_another_of_two():
-    """Rank 1 takes the second of two grids that are alike, as a second thread might."""
-    grids = [ProcessGrid() for _ in range(2)]
-    grids[dist.get_rank() == 1].barrier()
-
-
-def test_grids_that_are_alike(ranks: RankPool) -> None:
-    for outcome in ranks.outcomes(over_another_of_two):
-        assert outcome.error == "ValueError", outcome.trace
-        assert re.fullmatch(r"grid: .*; got (\d x 1, number \d+ on ranks? [-, \d]+(; )?){2}", outcome.message)
-
-
-def in_two_threads(private):
-    """Each multiplies by another multiple of the identity, each rank in an order of its own."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    grids = [ProcessGrid((1, size), private=private) for _ in range(2)]
-    x = torch.ones(4, 64 // size, dtype=torch.float64, device=grids[0].device)
-
-    def multiply(i):
-        factors = [(i + 2.0) * torch.eye(4, dtype=torch.float64, device=x.device) for _ in range(3)]
-        for k in range(20):
-            if (rank + i + k) % 2:
-                time.sleep(0.001)
-            assert torch.equal(kron_matmul(x, factors, grid=grids[i]), (i + 2.0) ** 3 * x)
-        return True
-
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(multiply, range(2)))
-
-
-def test_private_grids_in_two_threads(own_ranks: RankPool) -> None:
-    assert own_ranks.run(in_two_threads, True) == [[True, True]] * 4
-
-
-def second_thread(what):
-    """A thread is in a call when another one begins one over a grid with the same groups."""
-    grids = [ProcessGrid((1, dist.get_world_size())) for _ in range(2)]
-    x, factors = torch.ones(4, 64 // dist.get_world_size()), [torch.eye(4)] * 3
-
-    def begin():
-        return kron_matmul(x, factors, grid=grids[1]) if what == "kron_matmul" else grids[1].barrier()
-
-    with grids[0].control.alone("kron_matmul"), ThreadPoolExecutor() as pool:
-        kron_matmul(x, factors, grid=grids[0])  # in its own thread a call may make others
-        error = pool.submit(begin).exception()
-    try:
-        grids[0].barrier()
-    except CollectiveError as failure:
-        return f"{type(error).__name__}: {error}", failure.args[0]
-
-
-@pytest.mark.parametrize("what", ["kron_matmul", "barrier"])
-def test_a_second_thread_is_refused(own_ranks: RankPool, what: str) -> None:
-    expected = "expected one thread at a time in calls over a grid, or over grids that share their groups; got a second one"
-    for error, failure in own_ranks.run(second_thread, what):
-        assert error.startswith("RuntimeError: ")
-        assert expected in error
-        assert "unusable after an earlier failure" in failure
-
-
 def copied():
     """A copy of a module that holds a grid and an operator, and a grid on a device with an index."""
     grid = ProcessGrid((dist.get_world_size(), 1))
@@ -186,7 +123,7 @@ def test_copies_and_devices_with_an_index(ranks: RankPool) -> None:
     assert all(ranks.run(copied))
 
 
-def closed(private, fails):
+def closed(fails):
     """A product in a block, and what a product and a second close do after it."""
     size = dist.get_world_size()
 
@@ -194,7 +131,7 @@ def closed(private, fails):
         return kron_matmul(torch.ones(2, 16 // size, device=grid.device), [torch.ones(4, 4, device=grid.device)] * 2, grid=grid)
 
     other = ProcessGrid((1, size))
-    with contextlib.suppress(KeyError), ProcessGrid((1, size), private=private) as grid:
+    with contextlib.suppress(KeyError), ProcessGrid((1, size)) as grid:
         assert (product(grid) == 16).all()
         if fails:
             dist.barrier()  # a rank that is still in its product would be told of the failure
@@ -205,10 +142,9 @@ def closed(private, fails):
     return bool((product(other) == 16).all())
 
 
-@pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_closed_grids(ranks: RankPool, private: bool, fails: bool) -> None:
-    assert all(ranks.run(closed, private, fails))
+def test_closed_grids(ranks: RankPool, fails: bool) -> None:
+    assert all(ranks.run(closed, fails))
 
 
 def there_and_back(shape, m, n):

@@ -23,8 +23,8 @@ from products import (
     multiply,
     placed,
     planned,
-    problem,
     single,
+    staged,
     whole_numbers,
     with_identities,
 )
@@ -112,7 +112,7 @@ def test_blocks_of_any_layout(ranks: RankPool) -> None:
 # ---- gradients ---------------------------------------------------------------------------------
 
 
-def gradients(shape, left, recompute, part):
+def gradients(shape, left, part):
     """First and second order of x, factors, z, alpha and beta, bit for bit: all are whole numbers or halves."""
     if (grid := grid_for(shape)) is None:
         return
@@ -127,7 +127,7 @@ def gradients(shape, left, recompute, part):
     shown = [IDENTITIES[name] for name in ("identities before and after", "slices that blocks cut", "an identity alone")]
     problems += [(m, sizes, how) for m, sizes, stages in shown for how in (stages, "rows")]
     for m, sizes, stages in problems[part::3]:
-        how = plan(problem(m, sizes, left=left), grid.shape, stages=stages, chunks=2)
+        how = planned(m, sizes, grid.shape, stages, 2, left)
         x, factors, z = make(m, sizes, left=left)
         scalars = [torch.tensor(0.5, dtype=torch.float64), torch.tensor(-2.0, dtype=torch.float64)]
         whole = [t.clone().requires_grad_() for t in (x, z, *matrices(factors), *scalars)]
@@ -143,7 +143,7 @@ def gradients(shape, left, recompute, part):
             return [block(tensors[0], grid), block(tensors[1], grid), *[t.to(grid.device) for t in tensors[2:]]]
 
         g = torch.Generator().manual_seed(1)
-        y, expected_y = product(mine, multiply, grid=grid, plan=how, recompute=recompute), product(whole, single)
+        y, expected_y = product(mine, multiply, grid=grid, plan=how), product(whole, single)
         weights = whole_numbers(g, *expected_y.shape)
         expected = torch.autograd.grad((expected_y * weights).sum(), whole, create_graph=True)
         once = torch.autograd.grad((y * block(weights, grid)).sum(), mine, retain_graph=True)
@@ -162,12 +162,7 @@ def gradients(shape, left, recompute, part):
 @PARTS
 def test_gradients_of_first_and_second_order(ranks: RankPool, grid_shape: tuple[int, int], part: int) -> None:
     for left in (False, True):
-        ranks.run(gradients, grid_shape, left, False, part)
-
-
-@PARTS
-def test_gradients_with_operands_computed_again(ranks: RankPool, part: int) -> None:
-    ranks.run(gradients, (1, ranks.world_size), False, True, part)
+        ranks.run(gradients, grid_shape, left, part)
 
 
 def one_sum():
@@ -283,7 +278,7 @@ def direct_stores(shape, left, folder, smaller, part):
     files = FilesIn(folder, smaller)
     for m, sizes, stages in list(PROBLEMS.values())[3 * part :: 6]:
         for kind, chunks in ((stages, 6), ("rows", 5), ("rows", 13)):
-            how = plan(problem(m, sizes, left=left), shape, stages=kind, chunks=chunks, transport="peer memory")
+            how = planned(m, sizes, shape, kind, chunks, left, transport="peer memory")
             x, factors, _ = make(m, sizes, left=left)
             tensors = [t.requires_grad_() for t in (block(x, grid).clone(), *[f.clone() for f in matrices(factors)])]
             whole = [t.clone().requires_grad_() for t in (x, *matrices(factors))]
@@ -319,7 +314,7 @@ def direct_uneven(folder):
     x, factors, _ = make(11, ((4, 3), (3, 5)))
     rows = slice(0, 9) if grid.row == 0 else slice(9, 11)
     columns = grid.block((1, 12))[1]
-    how = plan(problem(11, ((4, 3), (3, 5))), grid.shape, stages="rows", chunks=2, transport="peer memory")
+    how = planned(11, ((4, 3), (3, 5)), grid.shape, "rows", 2, False, transport="peer memory")
     with mock.patch("fastkron_py.distributed.api.open_slots", files):
         y = kron_matmul(x[rows, columns].contiguous(), factors, grid=grid, plan=how)
     assert torch.equal(y, single(x, factors)[rows, grid.block((1, 15))[1]])
@@ -335,7 +330,7 @@ def direct_gradients(dtype, folder):
     grid = ProcessGrid((1, dist.get_world_size()))
     files = FilesIn(folder)
     m, sizes = 5, ((4, 3), (3, 5), (2, 3))
-    how = plan(Problem(m, (4, 3, 2), (3, 5, 3), dtype, gradients=True), grid.shape, stages="rows", chunks=3, transport="peer memory")
+    how = staged(Problem(m, (4, 3, 2), (3, 5, 3), dtype, gradients=True), grid.shape, "rows", 3, "peer memory")
     x, factors, _ = make(m, sizes, dtype, random=True)
     wide = [t.double().requires_grad_() for t in (x, *factors)]
     expected_y = reference.kron_matmul(wide[0], wide[1:], alpha=-0.5)
@@ -394,7 +389,7 @@ def in_a_graph():
     x, factors, _ = make(16, ((8, 8),) * 3, torch.float32, random=True)
     own, local = [f.to(grid.device).requires_grad_() for f in factors], block(x, grid).requires_grad_()
     for stages in ("rows", (1, 2)):
-        how = plan(Problem(16, (8,) * 3, (8,) * 3, gradients=True), grid.shape, stages=stages, chunks=2, transport="peer memory")
+        how = staged(Problem(16, (8,) * 3, (8,) * 3, gradients=True), grid.shape, stages, 2, "peer memory")
 
         def step(how: Plan = how) -> list[torch.Tensor]:
             y = kron_matmul(local, own, grid=grid, plan=how)

@@ -27,8 +27,7 @@ from fastkron_py.distributed.layout import (
     slice_offsets,
     widths,
 )
-from fastkron_py.distributed.transport.packed import PACKED, _lands_in_place, pack, unpack
-from fastkron_py.distributed.transport.transfer import RowGroup, Transfer
+from fastkron_py.distributed.transport.packed import RowGroup, Transfer
 
 EXPLORE = settings(max_examples=30)
 
@@ -52,16 +51,16 @@ def problems(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[i
 def pretend(exchange: Exchange, blocks: list[Tensor], back: bool = False) -> list[Tensor]:
     """Carry an exchange out between blocks ``[rows, elements]``: all that an all-to-all does is to hand parts on."""
     rows = blocks[0].shape[0]
-    groups = [RowGroup(None, exchange.ranks, r, PACKED) for r in range(exchange.ranks)]  # type: ignore[arg-type]
+    groups = [RowGroup(None, exchange.ranks, r) for r in range(exchange.ranks)]  # type: ignore[arg-type]
     transfers = [Transfer(Leg(exchange, rows, back), group, "") for group in groups]
-    parts = [pack(t, b.reshape(-1)).split(t.sizes(outgoing=True)) for t, b in zip(transfers, blocks, strict=True)]
+    parts = [t.pack(b.reshape(-1)).split(t.leg.sizes(r, True)) for r, (t, b) in enumerate(zip(transfers, blocks, strict=True))]
     results = []
     for t in transfers:
         arrived = torch.cat([p[t.row_group.position] for p in parts])
-        assert [p[t.row_group.position].numel() for p in parts] == t.sizes(outgoing=False)
+        assert [p[t.row_group.position].numel() for p in parts] == t.leg.sizes(t.row_group.position, False)
         out = torch.full((t.size,), math.nan, dtype=arrived.dtype)
-        unpack(t, arrived, out)
-        assert not _lands_in_place(t) or torch.equal(out, arrived)
+        t.unpack(arrived, out)
+        assert not t.lands_in_place or torch.equal(out, arrived)
         results.append(out.view(rows, exchange.source_size(t.row_group.position) if back else exchange.target_size(t.row_group.position)))
     return results
 

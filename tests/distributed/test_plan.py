@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from products import bytes_between, bytes_sent
+from products import bytes_between, bytes_sent, staged
 
 from fastkron_py.distributed import Plan, Problem, plan
 from fastkron_py.distributed.layout import widths
@@ -43,7 +43,7 @@ def test_columns_are_spread_where_rows_do_not_fit() -> None:
 def test_a_grid_of_columns_exchanges_twice() -> None:
     """64^4 over 8: the fewest exchanges there can be, of all but an eighth of what a rank has."""
     for stages in (None, "rows", (2, 2)):
-        found = plan(SIXTY_FOURS, (1, 8), stages=stages)  # type: ignore[arg-type]
+        found = staged(SIXTY_FOURS, (1, 8), stages)
         block = 128 * 64**4 // 8 * 4
         assert [s.leg.sent(s.busiest) * 4 for s in found.steps if s.leg] == [block * 7 // 8] * 2
         assert found.bytes_total == 2 * 8 * block * 7 // 8
@@ -68,7 +68,7 @@ def test_two_stages_share_the_work() -> None:
         found = plan(Problem(1, ps, qs), (1, parts))
         assert len(found.cuts) == 2
         held = [max(widths(s.offsets)) for s in found.steps if s.multiplies]
-        others = [plan(Problem(1, ps, qs), (1, parts), stages=(len(ps) - n, n)) for n in range(1, len(ps))]
+        others = [Plan(Problem(1, ps, qs), (1, parts), (len(ps) - n, n), 1) for n in range(1, len(ps))]
         assert sum(held) <= 1.5 * min(sum(max(widths(s.offsets)) for s in other.steps if s.multiplies) for other in others)
 
 
@@ -78,21 +78,22 @@ def test_an_identity_that_comes_first_keeps_its_slices() -> None:
     assert plan(Problem(8, (3, 5), (3, 5), identities=(0,)), (1, 4)).by_rows  # fewer slices than ranks
 
 
-def test_forced_stages_and_chunks() -> None:
-    found = plan(SIXTY_FOURS, (2, 4), stages=[1, 1, 1, 1], chunks=3)
-    assert (found.cuts, found.chunks, len(found.legs(0)), len(found.legs(0)[0])) == ((1, 1, 1, 1), 3, 4, 3)
+def test_chunks_that_are_asked_for() -> None:
+    found = plan(SIXTY_FOURS, (2, 4), chunks=3)
+    assert (found.cuts, found.chunks, len(found.legs(0)), len(found.legs(0)[0])) == ((), 3, 2, 3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stages'"):
+        plan(SIXTY_FOURS, (2, 4), stages=(2, 2))  # type: ignore[call-arg]
 
 
 def test_at_most_as_many_chunks_as_there_are_rows() -> None:
     eight = replace(SIXTY_FOURS, m=8)
     for grid, stages, chunks in (((1, 2), (2, 2), 8), ((1, 2), "rows", 4), ((2, 2), (2, 2), 4), ((2, 1), None, 1)):
-        found = plan(eight, grid, stages=stages, chunks=10**9)  # type: ignore[arg-type]
-        assert found.chunks == chunks == plan(eight, grid, stages=stages, chunks=chunks).chunks  # type: ignore[arg-type]
+        found = staged(eight, grid, stages, 10**9)
+        assert found.chunks == chunks == staged(eight, grid, stages, chunks).chunks
 
 
 def test_one_stage_is_for_grids_without_exchange() -> None:
-    assert plan(SIXTY_FOURS, (2, 1), stages=(4,)).cuts == (4,)
-    assert plan(SIXTY_FOURS, world_size=4, stages=(4,)).grid == (4, 1)
+    assert plan(SIXTY_FOURS, (2, 1)).cuts == (4,)
     assert [plan(Problem(m, (4, 4, 4), (4, 4, 4)), (1, 4)).by_rows for m in (1, 3, 4, 20)] == [False, False, True, True]
 
 
@@ -109,7 +110,7 @@ def test_totals_are_sums_over_pairs() -> None:
 
 def check_totals(m: int, ps: tuple, qs: tuple, grid: tuple, left: bool, stages: str | None) -> None:
     problem = Problem(m, qs if left else ps, ps if left else qs, left=left)
-    found = plan(problem, grid[::-1] if left else grid, stages=stages, chunks=1)  # type: ignore[arg-type]
+    found = staged(problem, grid[::-1] if left else grid, stages, 1)
     ranks = range(found.world_size)
     for i, step in enumerate(s for s in found.steps if s.leg is not None):
         matrix = [[bytes_between(found, i, a, b) for b in ranks] for a in ranks]
@@ -133,7 +134,7 @@ def test_a_left_product_is_the_mirror_image() -> None:
 
 def test_memory_is_counted_and_obeyed() -> None:
     problem = Problem(64, (128,) * 4, (128,) * 4)  # x and the result are 64 GiB each
-    free = plan(problem, (1, 8), chunks=1, stages=(2, 2))
+    free = Plan(problem, (1, 8), (2, 2), 1)
     assert free.peak_memory == pytest.approx(32 * GIB, rel=0.01)  # x, the result, two buffers, each an eighth
     tight = plan(problem, (1, 8), memory=20 * GIB)
     assert tight.chunks > 4
@@ -181,7 +182,7 @@ def test_the_rules_choose_what_was_measured_as_the_fastest(ranks: int) -> None:
         assert plan(problem, world_size=ranks).grid == (ranks, 1)
         for grid in [g for g in product["grids"] if g["shape"][1] > 1]:
             found = plan(problem, tuple(grid["shape"]))
-            assert (found.stages, found.transport) == ("rows", "peer memory")
+            assert (found.cuts, found.transport) == ((), "peer memory")
             best = min(grid["also"], key=lambda way: way["seconds"])
             same = [w["seconds"] for w in grid["also"] if (w["stages"], w["chunks"], w["direct"]) == ("rows", found.chunks, True)]
             if same:
@@ -191,7 +192,7 @@ def test_the_rules_choose_what_was_measured_as_the_fastest(ranks: int) -> None:
 
 
 def test_the_table() -> None:
-    text = str(plan(Problem(7, (31,) * 3, (31,) * 3, torch.bfloat16), (1, 4), stages=(2, 1), chunks=2))
+    text = str(Plan(Problem(7, (31,) * 3, (31,) * 3, torch.bfloat16), (1, 4), (2, 1), 2))
     lines = text.splitlines()
     assert lines[0] == "x @ K, M = 7, 31^3, bfloat16: 1 x 4 grid, 2 chunks of rows, packed"
     direct = str(plan(SIXTY_FOURS, (2, 2), chunks=1, transport="peer memory")).splitlines()[0]
@@ -216,19 +217,6 @@ def test_refusals() -> None:
         (lambda: call(grid=(8,)), ValueError, r"grid: expected two positive numbers, GM and GK; got \(8,\)"),
         (lambda: call(grid=(0, 8)), ValueError, "grid: expected one positive size"),
         (lambda: call(grid="8x1"), TypeError, "grid: expected a sequence of integers; got 8x1"),
-        (lambda: call(stages=(1, 2)), ValueError, r"stages: expected numbers that add up to 4, the number of factors; got \(1, 2\)"),
-        (lambda: call(stages=(4, 0)), ValueError, "stages: expected one positive size"),
-        (
-            lambda: call(stages=(4,)),
-            ValueError,
-            r'stages: expected two stages or more, or "rows", .* 1 x 8 grid exchange columns; got \(4,\)',
-        ),
-        (
-            lambda: call(stages=(4,), problem=replace(SIXTY_FOURS, left=True), grid=(2, 1)),
-            ValueError,
-            "stages: expected two stages or more",
-        ),
-        (lambda: call(stages="columns"), ValueError, "stages: expected numbers of factors, or \"rows\"; got 'columns'"),
         (lambda: call(chunks=0), ValueError, "chunks: expected a positive number; got 0"),
         (lambda: call(chunks=1.5), TypeError, "chunks: expected an integer; got float"),
         (lambda: call(transport="messages"), ValueError, "transport: expected None or one of packed, peer memory; got 'messages'"),

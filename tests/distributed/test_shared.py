@@ -12,8 +12,7 @@ from products import block, grid_for, placed, random
 from rank_pool import RankPool, assert_refused
 
 import fastkron_py
-from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid, api
-from fastkron_py.distributed import plan as make_plan
+from fastkron_py.distributed import KroneckerProduct, KroneckerSum, Plan, ProcessGrid, api
 
 SIZES = (4, 6, 5)
 N = 120
@@ -49,7 +48,7 @@ def own_linear_algebra():
         return mock.patch.object(torch.linalg, name, function)
 
     def staged(problem, shape, *_):  # whole rows of so few points would be multiplied by one rank alone
-        return make_plan(problem, shape, stages=(2, 1), chunks=1)
+        return Plan(problem, shape, (2, 1), 1)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.linalg, "eigh", turned))

@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md and of the functions that add records run; that of a transport runs in tests/distributed."""
+"""The examples of docs/extending.md and of the functions that add records run."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from rank_pool import RankPool
 
 from fastkron_py.distributed import kron_matmul
 from fastkron_py.distributed.transport import copies
-from fastkron_py.distributed.transport.transfer import Transfer
+from fastkron_py.distributed.transport.packed import Transfer
 
 
 def copied_bytes(stages):

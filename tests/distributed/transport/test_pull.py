@@ -24,10 +24,9 @@ from torch import Tensor
 from fastkron_py.distributed import pipeline
 from fastkron_py.distributed.layout import chunk_offsets
 from fastkron_py.distributed.pipeline import Pipeline
-from fastkron_py.distributed.transport import copies, flags
-from fastkron_py.distributed.transport.packed import PACKED
-from fastkron_py.distributed.transport.slots import SLOTS, Slots
-from fastkron_py.distributed.transport.transfer import RowGroup
+from fastkron_py.distributed.transport import copies, peer_memory
+from fastkron_py.distributed.transport.packed import RowGroup
+from fastkron_py.distributed.transport.peer_memory import SLOTS, Slots
 from fastkron_py.kron.planner import InBlocks
 
 
@@ -88,7 +87,7 @@ class World:
         self.streams: list[Stream] = []
         self.mains: list[Stream] = []
         self.slots: list[Slots] = []
-        most = SLOTS * slot_bytes + flags.Flags.size(2 * SLOTS, size)
+        most = SLOTS * slot_bytes + peer_memory.Flags.size(2 * SLOTS, size)
         self.buffers = [torch.full((most,), 255, dtype=torch.uint8) for _ in range(size)]  # NaN
         self.current: Stream
 
@@ -145,7 +144,7 @@ class World:
         for operation in operations[:count]:
             word = ctypes.c_uint32.from_address(operation.address)
             queue = self.streams[(stream.value or 0) - 1]
-            if operation.operation == flags._WAIT:
+            if operation.operation == peer_memory._WAIT:
                 queue.add(nothing, lambda word=word, value=operation.value: word.value == value)  # type: ignore[misc]
             else:
                 queue.add(partial(self.write, word, operation.value))
@@ -179,7 +178,7 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
     with (
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch("torch.distributed._symmetric_memory", symmetric),
-        mock.patch.object(flags, "driver_function", return_value=world.flag_operations),
+        mock.patch.object(peer_memory, "driver_function", return_value=world.flag_operations),
         mock.patch.object(Tensor, "record_stream", nothing),
         mock.patch.multiple(pipeline, multiply_into=world.multiply, gradients_into=world.gradients, copy=world.copy),
         mock.patch.multiple(pipeline, ready_now=lambda _: world.current.record_event()),
@@ -198,7 +197,7 @@ def product_of(world: World, size: int, sizes: list[int], columns: int, blocks: 
     """Of the rank that is current."""
     world.current = world.mains[world.rank]
     planned = mock.Mock(chunk_rows=lambda _: sizes, problem=mock.Mock(columns=(columns, columns)))
-    row_group = RowGroup(mock.Mock(), size, world.rank, PACKED, blocks)
+    row_group = RowGroup(mock.Mock(), size, world.rank, blocks)
     row_group.__dict__["ranks"] = tuple(range(size))  # which torch would be asked for
     return Pipeline(planned, row_group, (), 1.0, None, "product", world.slots[world.rank])  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""`KroneckerProduct`, and ``K + s * I``, over a grid of ranks: the single-device operators' names, on blocks and on DTensors."""
+"""`KroneckerProduct`, ``K + s * I`` and `KroneckerSum` over a grid of ranks: the single-device operators' names, on blocks and DTensors."""
 
 from __future__ import annotations
 
@@ -9,25 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.agreement import agree, refused_by_all
+from fastkron_py.distributed.agreement import agree, refuse, refused_by_all
 from fastkron_py.distributed.api import Call, kron_matmul_left, multiply
 from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call
-from fastkron_py.distributed.operator import GridOperator, checked_arrays, on_one_rank
+from fastkron_py.distributed.grid_operator import (
+    GridInner,
+    GridOperator,
+    GridShare,
+    GridSystem,
+    checked_arrays,
+    on_one_rank,
+    right_hand_block,
+)
 from fastkron_py.distributed.replicated import Reduction, replicate
-from fastkron_py.distributed.solvers import GridInner, GridShare, GridSystem, right_hand_block
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
+from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
+from fastkron_py.kron.operators import shifted, spectral
 from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, matrices, per_factor
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.krylov import Convergence, Iterations
+from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, combined
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
-from fastkron_py.kron.operators.shifted import IterativeSystem, Shifted, check_real, slogdet
+from fastkron_py.kron.operators.shifted import IterativeSystem, Shifted, check_real
 from fastkron_py.kron.operators.spectral import ProductSystem
-from fastkron_py.kron.operators.spectral import solve as solve_by_basis
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+# ---- products ----------------------------------------------------------------------------------------
 
 
 class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
@@ -67,8 +78,6 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
     def __init__(self, factors: Sequence[Tensor | int], *, grid: ProcessGrid | None = None, reduction: Reduction = "sum") -> None:
         self._agree(lambda: LocalKroneckerProduct(checked_arrays(factors)), grid, reduction)
 
-    # ---- the same operator in another form ----------------------------------------------------
-
     def inverse(self) -> KroneckerProduct:
         """The inverse, as `fastkron_py.KroneckerProduct.inverse`."""
         return self._factorwise("inverse")
@@ -91,15 +100,10 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             raise type_error("other", "a distributed KroneckerProduct", type_name(other))
         return self._like(self.local.kron(other.local))
 
-    # ---- products -----------------------------------------------------------------------------
-
     def _multiply(self, x: Any, left: bool) -> Any:
         if isinstance(x, KroneckerProduct):
             return self._like(self.local @ x.local if left else x.local @ self.local)
-        call = Call(x, self.factors, reduction=self.reduction, left=left)
-        return multiply(call, self.grid)
-
-    # ---- numbers, the same on every rank --------------------------------------------------------
+        return multiply(Call(x, self.factors, reduction=self.reduction, left=left), self.grid)
 
     def slogdet(self) -> SlogDet:
         """Sign of the determinant and log of its absolute value, as `fastkron_py.KroneckerProduct.slogdet`."""
@@ -118,10 +122,6 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
         Returns:
             The eigenvalues of this rank's rows ``[rows]``, as `ProcessGrid.block` has them; eigenvectors V, a unitary KroneckerProduct.
-
-        Raises:
-            TypeError: float16 or bfloat16 factors.
-            ValueError: a factor is not square. Every rank raises each of these.
         """
 
         def pairs(k: LocalKroneckerProduct) -> tuple[list[Any], list[Any]]:
@@ -130,8 +130,6 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
         rows, vectors = self._rows_and_vectors(pairs, torch.mul)
         return Eigh(rows, self._like(LocalKroneckerProduct(vectors)))
-
-    # ---- sums with a diagonal -------------------------------------------------------------------
 
     def add_diagonal(self, s: Any) -> KroneckerPlusDiagonal:
         """``K + s * I``, with ``@``, `solve`, `logdet`, `slogdet` and `eigh`.
@@ -157,16 +155,11 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             made = self.local.add_diagonal(s)
         return KroneckerPlusDiagonal._of(made, self.grid, self.reduction)
 
-    # ---- solving --------------------------------------------------------------------------------
-
     def solve(self, b: Any) -> Any:
-        """The x of ``K @ x = b``, by the factors' inverses.
+        """The x of ``K @ x = b``, by the factors' inverses, as `fastkron_py.KroneckerProduct.solve`.
 
         Args:
-            b: this rank's block of ``[n, M]``, or a DTensor.
-
-        Returns:
-            This rank's block of x, or a DTensor.
+            b: this rank's block of ``[n, M]``, or a DTensor, as the result is.
 
         Raises:
             TypeError: b of another array type or dtype, or half-precision factors.
@@ -175,6 +168,9 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         """
         with without_autocast(self.device):
             return self.inverse()._multiply(b, left=True)
+
+
+# ---- products plus a diagonal ------------------------------------------------------------------------
 
 
 class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
@@ -208,19 +204,18 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         number = self.local._number
         return super()._named() + ([] if number is None else [("s", number)])
 
-    def _system(self) -> tuple[Shifted, GridProductSystem]:
-        shifted = self.local._shifted()
-        return shifted, GridProductSystem(len(shifted.parameters) - 1, self.grid, self.reduction, self.factors)
+    def _system(self) -> tuple[Shifted, _ProductSystem]:
+        problem = self.local._shifted()
+        return problem, _ProductSystem(len(problem.parameters) - 1, self.grid, self.reduction, self.factors)
 
-    def _values(self, shifted: Shifted, basis: Basis, share: Share) -> Tensor:
+    def _values(self, problem: Shifted, basis: Basis, share: Share) -> Tensor:
         """A rank's share of the eigenvalues."""
         of_matrices = iter(basis.values)
         values = [basis.values[0].new_ones(f) if is_identity(f) else next(of_matrices) for f in self.factors]
-        return combined(values, False, shifted.shift.detach(), share)
+        return combined(values, False, problem.shift.detach(), share)
 
     def _multiply(self, x: Any, left: bool) -> Any:
-        call = Call(x, self.factors, beta=self._shift, z=x, reduction=self.reduction, left=left)
-        return multiply(call, self.grid)
+        return multiply(Call(x, self.factors, beta=self._shift, z=x, reduction=self.reduction, left=left), self.grid)
 
     def solve(
         self,
@@ -271,22 +266,21 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
                 check_hermitian(matrices(self.factors), "conjugate gradients")
         if mask is not None:
             return as_operand(self._iterated(grid, block, mask, how), b, b.shape)
-        shifted, system = self._system()
-        basis = self._basis("solve", block)
-        share = GridShare(grid, of_rows=True)
-        x = solve_by_basis(system, block, shifted.parameters, basis, self._values(shifted, basis, share), "s", share)
+        problem, system = self._system()
+        basis, share = self._basis("solve", block), GridShare(grid, of_rows=True)
+        x = spectral.solve(system, block, problem.parameters, basis, self._values(problem, basis, share), "s", share)
         return as_operand(x, b, b.shape)
 
     def _iterated(self, grid: ProcessGrid, b: Tensor, mask: Tensor, how: Iterations) -> Tensor:
         """By conjugate gradients."""
-        shifted, system = self._system()
+        problem, system = self._system()
         kind = how.preconditioner if how.function is None else "a function"
         options = {"mask": True, "tolerance": how.stop.tolerance, "max_iterations": how.stop.max_iterations, "preconditioner": kind}
         inside = mask[:, None]
         function: bool | Callable[[Tensor], Tensor]
         if how.preconditioner is True:
             basis = self._basis("solve", b, **options)
-            values = self._values(shifted, basis, GridShare(grid, of_rows=True))
+            values = self._values(problem, basis, GridShare(grid, of_rows=True))
 
             def inverse(r: Tensor) -> Tensor:
                 z = system.multiply(basis.right, system.multiply(basis.left, torch.where(inside, r, 0), values))
@@ -296,14 +290,13 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         else:
             agree(grid, self._compared("solve", b, **options))
             function = how.function is not None and _guarded(how.function, grid)
-        check_real(shifted.diagonals, "conjugate gradients")
+        check_real(problem.diagonals, "conjugate gradients")
         iterative = IterativeSystem(system, how._replace(mask=inside, preconditioner=function), GridInner(grid))
-        return linear_solve(iterative, torch.where(inside, b, 0), shifted.parameters, [])  # NaN may stand for what is missing
+        return linear_solve(iterative, torch.where(inside, b, 0), problem.parameters, [])  # NaN may stand for what is missing
 
     def eigh(self) -> Eigh:
         """Eigenvalues of this rank's rows, and eigenvectors, of Hermitian factors and a real s, as those of `KroneckerProduct.eigh`."""
-        product = KroneckerProduct._of(LocalKroneckerProduct(self.factors), self.grid, self.reduction)
-        values, vectors = product.eigh()
+        values, vectors = KroneckerProduct._of(LocalKroneckerProduct(self.factors), self.grid, self.reduction).eigh()
         s = self._shift
         check_real([torch.as_tensor(s)], "eigh")
         if isinstance(s, Tensor) and torch.is_grad_enabled() and s.requires_grad:
@@ -311,25 +304,16 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
         return Eigh(values + (s.real if isinstance(s, Tensor | complex) else s), vectors)
 
     def slogdet(self) -> SlogDet:
-        """Sign (of complex factors: phase) of the determinant and log of its absolute value, from a part of the eigenvalues on each rank.
-
-        Raises:
-            TypeError: float16 or bfloat16 factors.
-        """
-        grid, (shifted, _) = self.grid, self._system()
+        """Sign (of complex factors: phase) of the determinant and log of its absolute value: each rank makes a part of the eigenvalues."""
+        problem, _ = self._system()
         basis = self._basis("slogdet")
-        share = GridShare(grid, of_rows=False)
-        with without_autocast(grid.device):
-            return SlogDet(*slogdet(shifted, basis, share))
+        with without_autocast(self.grid.device):
+            return SlogDet(*shifted.slogdet(problem, basis, GridShare(self.grid, of_rows=False)))
 
 
 @dataclass(frozen=True)
-class GridProductSystem(GridSystem, ProductSystem):
-    """``K + s * I`` on blocks; parameters are K's factors that are no identities, and s ``[1]``.
-
-    Attributes:
-        factors: of K; identities are taken from here.
-    """
+class _ProductSystem(GridSystem, ProductSystem):
+    """``K + s * I`` on blocks; parameters are K's factors that are no identities, and s ``[1]``. Identities are taken from `factors`."""
 
     factors: Sequence[Any]
 
@@ -350,7 +334,7 @@ class GridProductSystem(GridSystem, ProductSystem):
         if not any(is_identity(f) for f in factors):
             return super().by_schur(parameters, adjoint)
         whole = built(factors)
-        return GridProductSystem(len(whole), self.grid, self.reduction, whole).by_schur([*whole, s], adjoint)
+        return _ProductSystem(len(whole), self.grid, self.reduction, whole).by_schur([*whole, s], adjoint)
 
 
 def _guarded(function: Callable[[Tensor], Tensor], grid: ProcessGrid) -> Callable[[Tensor], Tensor]:
@@ -374,3 +358,161 @@ def _check_mask(mask: Any, grid: ProcessGrid, size: int) -> None:
     rows = grid.rows_of(size)
     if tuple(mask.shape) != (rows,) or mask.device != grid.device:
         raise value_error("mask", f"shape ({rows},), this rank's rows, on {grid.device}", f"{tuple(mask.shape)} on {mask.device}")
+
+
+# ---- sums --------------------------------------------------------------------------------------------
+
+
+class KroneckerSum(GridOperator[LocalKroneckerSum]):
+    """``S = A (x) I (x) I + I (x) B (x) I + I (x) I (x) C`` as an operator on matrices that are spread over a grid of ranks.
+
+    Every rank holds all factors, which are small, and a block of each operand and result, as for `KroneckerProduct`. Names and errors are
+    those of `fastkron_py.KroneckerSum`, with mass matrices too. A term multiplies one mode. Nothing is exchanged for it if each
+    block has all elements of that mode and the later ones. `solve` is two products with eigenvectors, which the first rank computes for
+    all, and a scaling between them (fast diagonalization: Lynch, Rice and Thomas, "Direct solution of partial difference equations by
+    tensor product methods", 1964). No rank makes all eigenvalues of S.
+
+    Args:
+        factors: sequence of square torch tensors ``[P_i, P_i]``, the same on every rank, on the grid's device. A positive integer n is the
+            identity I_n.
+        masses: a mass matrix ``[P_i, P_i]``, or an integer, for each factor; None for identities.
+        grid: the ranks; None makes a grid of all of them, one row each.
+        reduction: over the grid's ranks, of gradients that factors and masses have from blocks, as in `kron_matmul`: "sum", or "mean".
+
+    Attributes:
+        local: the same operator on whole matrices of this rank alone; it has every method of `fastkron_py.KroneckerSum`.
+        grid: the ranks.
+        reduction: as given.
+
+    Raises:
+        TypeError: not a sequence, or factors and masses that are not torch tensors or have different dtypes.
+        ValueError: no factors, identities only, an integer that is not positive, a factor that is not square, masses of another number or
+            other sizes, batch dimensions, another device than the grid's, another reduction, or shapes or dtypes that differ from rank
+            to rank. Every rank raises them.
+
+    Example:
+        >>> grid = ProcessGrid()
+        >>> off = torch.ones(7, device=grid.device)
+        >>> line = 2 * torch.eye(8, device=grid.device) - off.diag(1) - off.diag(-1)
+        >>> S = KroneckerSum([line, line, line], grid=grid)  # a Laplacian on a cube of 8^3 points
+        >>> rows, columns = grid.block((S.shape[1], 4))
+        >>> b = torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device)
+        >>> u = S.solve(b)  # this rank's block of [S.shape[0], 4]
+        >>> heat = S.expm_multiply(b, -0.1)
+    """
+
+    def __init__(
+        self,
+        factors: Sequence[Tensor | int],
+        *,
+        masses: Sequence[Tensor | int] | None = None,
+        grid: ProcessGrid | None = None,
+        reduction: Reduction = "sum",
+    ) -> None:
+        def make() -> LocalKroneckerSum:
+            return LocalKroneckerSum(checked_arrays(factors), masses=None if masses is None else checked_arrays(masses, "masses"))
+
+        self._agree(make, grid, reduction)
+
+    @property
+    def masses(self) -> tuple[Tensor | int, ...] | None:
+        """The mass matrices as they were given, or None."""
+        return self.local.masses
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Factors and masses, identities among them as matrices."""
+        return _matrices_of(self)
+
+    def _multiply(self, x: Any, left: bool) -> Any:
+        if isinstance(x, GridOperator):
+            expected = "a block or a DTensor: a Kronecker sum times an operator is neither a sum nor a product"
+            refuse(self.grid, type_error("x", expected, type_name(x)))
+        return _sum_matmul(self.factors, self.masses or (), x, left, self.grid, self.reduction)
+
+    def add_diagonal(self, s: Any) -> KroneckerSum:
+        """``S + s * I``, or with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as `fastkron_py.KroneckerSum.add_diagonal`."""
+        return self._like(self.local.add_diagonal(s))
+
+    def expm(self, t: Any = 1.0) -> KroneckerProduct:
+        """``exp(t * S)``, a distributed KroneckerProduct of the factors' exponentials, as `fastkron_py.KroneckerSum.expm`.
+
+        Args:
+            t: number or 0-dimensional tensor, the same on every rank.
+        """
+        made = LocalKroneckerProduct(self._of_first("expm", lambda s, t: s.expm(t).factors, t))
+        return KroneckerProduct._of(made, self.grid, self.reduction)
+
+    def expm_multiply(self, x: Any, t: Any = 1.0) -> Any:
+        """``exp(t * S) @ x`` of this rank's block x of ``[n, M]``, or of a DTensor: `expm` and a product."""
+        return self.expm(t) @ x
+
+    def eigh(self) -> Eigh:
+        """Eigenvalues and eigenvectors of symmetric (Hermitian) factors, as `fastkron_py.KroneckerSum.eigh`.
+
+        Returns:
+            The eigenvalues of this rank's rows ``[rows]``, as `ProcessGrid.block` has them; eigenvectors V, a KroneckerProduct.
+        """
+        rows, vectors = self._rows_and_vectors(lambda s: s._eigenpairs(*_matrices_of(s)), torch.add)
+        return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), self.grid, self.reduction))
+
+    def solve(self, b: Any) -> Any:
+        """The x of ``S @ x = b``, by fast diagonalisation: two products with eigenvectors and a scaling.
+
+        Factors that are not symmetric take complex eigenvectors and iterative refinement; if the residual stays large, or eigenvectors are
+        nearly dependent, every rank solves for all rows of its columns, by Schur forms. Derivatives of every order go by further solves,
+        and bear equal eigenvalues.
+
+        Args:
+            b: this rank's block of ``[n, M]``, or a DTensor, as the result is.
+
+        Raises:
+            TypeError: b of another array type or dtype, or float16 or bfloat16 factors.
+            ValueError: b does not fit, or a symmetric mass is not positive definite.
+            torch.linalg.LinAlgError: S is singular but for rounding. Every rank raises each of these.
+        """
+        grid = grid_of_call(b, self.grid)
+        with refused_by_all(grid):
+            block = right_hand_block(b, grid, self.shape[0], self.dtype)
+        factors, masses = self._pairs()
+        basis, share = self._basis("solve", block), GridShare(grid, of_rows=True)
+        system = _SumSystem(len(factors), grid, self.reduction)
+        values = combined(basis.values, True, None, share)
+        return as_operand(spectral.solve(system, block, [*factors, *masses], basis, values, "factors", share), b, b.shape)
+
+    def slogdet(self) -> SlogDet:
+        """Sign of the determinant and log of its absolute value, from a part of the eigenvalues on each rank.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors.
+            ValueError: a symmetric mass is not positive definite.
+            torch.linalg.LinAlgError: a mass is singular. Every rank raises each of these.
+        """
+        factors, masses = self._pairs()
+        basis = self._basis("slogdet")
+        with without_autocast(self.grid.device):
+            return SlogDet(*spectral.slogdet(factors, masses, None, True, basis, "masses", GridShare(self.grid, of_rows=False)))
+
+
+def _matrices_of(s: KroneckerSum | LocalKroneckerSum) -> tuple[list[Tensor], list[Tensor]]:
+    """Factors and masses, identities among them as matrices."""
+    found = built([*s.factors, *(s.masses or ())])
+    return found[: len(s.factors)], found[len(s.factors) :]
+
+
+def _sum_matmul(
+    factors: Sequence[Tensor | int], masses: Sequence[Tensor | int], x: Any, left: bool, grid: ProcessGrid, reduction: Reduction
+) -> Any:
+    """``S @ x``, or with left False ``x @ S``: one term after the other, each added to those before."""
+    y = None
+    for term in terms(factors, masses):
+        y = multiply(Call(x, term, beta=0.0 if y is None else 1.0, z=y, reduction=reduction, left=left), grid)
+    return y
+
+
+class _SumSystem(GridSystem):
+    """A sum on blocks."""
+
+    def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
+        given = [p.mH for p in parameters] if adjoint else parameters
+        y: Tensor = _sum_matmul(given[: self.size], given[self.size :], x, True, self.grid, self.reduction)
+        return y
