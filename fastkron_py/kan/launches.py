@@ -220,17 +220,11 @@ _SUM_ROWS: Final = 32
 
 
 class _Stored(NamedTuple):
-    """How a kernel stores a result: whole, or as partial sums that a second launch adds.
+    """How a kernel stores a result: whole, or as partial sums that a second launch adds."""
 
-    Attributes:
-        parts: of the sums; 1 for the result itself.
-        second: the launch that adds them.
-        scalars: of that launch.
-    """
-
-    parts: int = 1
-    second: LaunchConfig | None = None
-    scalars: tuple[int, ...] = ()
+    parts: int = 1  # of the sums; 1 for the result itself
+    second: LaunchConfig | None = None  # the launch that adds them
+    scalars: tuple[int, ...] = ()  # of that launch
 
 
 def _in_splits(splits: int, out: Tensor) -> _Stored:

@@ -55,70 +55,47 @@ class Tile(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Figures of the kernels, fitted to times on an H100 and an H200: `tiling/figures.json` has them.
+    """Figures of the kernels, fitted to times on an H100 and an H200: `tiling/figures.json` has them."""
 
-    Attributes:
-        large_products: multiplications from which on preparing operands costs little beside the product.
-        large_rows: of x; with fewer, coefficients are read about as often as they would be prepared.
-        most_splits: of a reduction.
-        most_splits_of_large: the same of a large product.
-        reached: share of a GPU's rate.
-        fewest_steps: of a split's loop.
-        warps_at_once: on a multiprocessor, by the registers that a thread takes.
-        fewest_degrees: of a group of them in the forward pass.
-        side_by_side: share of the rate of dx with so many degrees in a product: a narrow one waits for shared memory.
-        least_filled: of the multiprocessors' work, below which other kernels' smaller tiles cost less than the linear layers' main loop.
-        narrow: on Hopper GPUs, speed of a product half as wide (271 us beside 200 in TF32, for 65536 x 256 -> 256, degree 8).
-        least_rows: by passes, share of `large_rows` from which on Hopper's kernels are taken: three, since plain Triton's split every
-            operand in every tile, from where a tile is three quarters full.
-        least_products: share of `large_products` in the forward pass; of three passes half of that in the backward pass, which prepares
-            operands for two.
-        most_segments: that share a tile's sum.
-        second_stage: seconds of a launch that adds up partial sums, beside their traffic.
-        remade: speed of dC with as many degrees side by side: the fewer, the more often a value's input is read, and the degrees before it
-            made (4096 x 200 -> 800, degree 5: 1.11, 1.25 and 1.75 us a step).
-        summed_up: the same of dx, which goes through the derivatives after each of them.
-        many_degrees: what a degree more side by side is worth, since each group goes through the degrees before it once more.
-        group: rows of tiles that are in flight together.
-        flush_terms: of a float32-class sum that tensor cores, which cut sums off, may add up by themselves on Hopper GPUs.
-        ring: bytes of a ring of operands there.
-        registers: there, of a thread that holds sums, and of one that makes values.
-        registers_of_dx: the same of dx: one has derivatives beside the sums, the other makes nothing.
-        tiles: `Tile`s by cores, product, and bytes of an operand, or "3 passes" of a large product, whose sums of one step and of all steps
-            are both in registers. The largest come first; the last ones are for results of few elements, which wait for memory. Cores are
-            those that read operands from shared memory, those that read them from registers, and none of float64, for which a thread keeps
-            whole rows and columns of operands. "few" are of operands of four bytes where those leave multiprocessors idle: the first that
-            is no larger than the result. They and the shares of reductions are the best, or nearly so, of a hundred ways for each product
-            of three small layers on an H100, in three passes. "one step" is for dC in place of the last one, if rows are all in one block.
-        gemm_tiles: by bytes of an operand, `GemmTile` of dx in one pass on Hopper GPUs: a tile of sums holds all degrees of some inputs. A
-            degree's sums of an input are in the thread that has its others where there are 8 inputs at least; with more than 64, x and dx
-            would take the shared memory of a stage.
-    """
-
-    large_products: int
-    large_rows: int
-    most_splits: int
-    most_splits_of_large: int
-    reached: float
-    fewest_steps: int
-    warps_at_once: int
-    fewest_degrees: int
-    side_by_side: dict[str, float]
+    large_products: int  # multiplications from which on preparing operands costs little beside the product
+    large_rows: int  # of x; with fewer, coefficients are read about as often as they would be prepared
+    most_splits: int  # of a reduction
+    most_splits_of_large: int  # the same of a large product
+    reached: float  # share of a GPU's rate
+    fewest_steps: int  # of a split's loop
+    warps_at_once: int  # on a multiprocessor, by the registers that a thread takes
+    fewest_degrees: int  # of a group of them in the forward pass
+    side_by_side: dict[str, float]  # share of the rate of dx with so many degrees in a product: a narrow one waits for shared memory
+    # of the multiprocessors' work, below which other kernels' smaller tiles cost less than the linear layers' main loop
     least_filled: float
-    narrow: float
+    narrow: float  # on Hopper GPUs, speed of a product half as wide (271 us beside 200 in TF32, for 65536 x 256 -> 256, degree 8)
+    # by passes, share of `large_rows` from which on Hopper's kernels are taken: three, since plain Triton's split every operand in every
+    # tile, from where a tile is three quarters full
     least_rows: dict[str, float]
+    # share of `large_products` in the forward pass; of three passes half of that in the backward pass, which prepares operands for two
     least_products: dict[str, float]
-    most_segments: int
-    second_stage: float
+    most_segments: int  # that share a tile's sum
+    second_stage: float  # seconds of a launch that adds up partial sums, beside their traffic
+    # speed of dC with as many degrees side by side: the fewer, the more often a value's input is read, and the degrees before it made (4096
+    # x 200 -> 800, degree 5: 1.11, 1.25 and 1.75 us a step)
     remade: dict[str, float]
-    summed_up: dict[str, float]
-    many_degrees: float
-    group: int
-    flush_terms: int
-    ring: int
-    registers: tuple[int, int]
-    registers_of_dx: tuple[int, int]
+    summed_up: dict[str, float]  # the same of dx, which goes through the derivatives after each of them
+    many_degrees: float  # what a degree more side by side is worth, since each group goes through the degrees before it once more
+    group: int  # rows of tiles that are in flight together
+    flush_terms: int  # of a float32-class sum that tensor cores, which cut sums off, may add up by themselves on Hopper GPUs
+    ring: int  # bytes of a ring of operands there
+    registers: tuple[int, int]  # there, of a thread that holds sums, and of one that makes values
+    registers_of_dx: tuple[int, int]  # the same of dx: one has derivatives beside the sums, the other makes nothing
+    # `Tile`s by cores, product, and bytes of an operand, or "3 passes" of a large product, whose sums of one step and of all steps are both
+    # in registers. The largest come first; the last ones are for results of few elements, which wait for memory. Cores are those that read
+    # operands from shared memory, those that read them from registers, and none of float64, for which a thread keeps whole rows and columns
+    # of operands. "few" are of operands of four bytes where those leave multiprocessors idle: the first that is no larger than the result.
+    # They and the shares of reductions are the best, or nearly so, of a hundred ways for each product of three small layers on an H100, in
+    # three passes. "one step" is for dC in place of the last one, if rows are all in one block.
     tiles: dict[str, dict[str, dict[str, tuple[Tile, ...]]]]
+    # by bytes of an operand, `GemmTile` of dx in one pass on Hopper GPUs: a tile of sums holds all degrees of some inputs. A degree's sums
+    # of an input are in the thread that has its others where there are 8 inputs at least; with more than 64, x and dx would take the shared
+    # memory of a stage.
     gemm_tiles: dict[str, tuple[int, ...]]
 
 

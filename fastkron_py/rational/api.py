@@ -83,23 +83,14 @@ def rational(
 
 
 class Prepared(NamedTuple):
-    """The operator's arguments, from checked ones.
+    """The operator's arguments, from checked ones."""
 
-    Attributes:
-        numerator: with noise, where there is some.
-        version: of the denominator, the one without noise.
-        dtype: of the result.
-        is_autocast: whether that is autocast's.
-        backend: that was asked for.
-        key: of the call, to be kept by; None for a noisy one, whose operands are made anew each time.
-    """
-
-    numerator: Tensor
-    version: str
-    dtype: torch.dtype
-    is_autocast: bool
-    backend: str
-    key: Hashable
+    numerator: Tensor  # with noise, where there is some
+    version: str  # of the denominator, the one without noise
+    dtype: torch.dtype  # of the result
+    is_autocast: bool  # whether that is autocast's
+    backend: str  # that was asked for
+    key: Hashable  # of the call, to be kept by; None for a noisy one, whose operands are made anew each time
 
 
 def prepare(

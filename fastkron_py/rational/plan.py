@@ -15,69 +15,42 @@ LANES: Final = 32
 
 
 class Measured(NamedTuple):
-    """Figures of the kernels, measured on one GPU: `tiling/figures.json` has them.
+    """Figures of the kernels, measured on one GPU: `tiling/figures.json` has them."""
 
-    Attributes:
-        periods_least: of a program's, whose steps have to outweigh the lanes that wait in its last one.
-        phases_most: of a period.
-        long_share: of the periods, those of long chunks.
-        shorter: a short chunk is so much shorter than a long one.
-        programs: for each multiprocessor at least, where there is work for them: about twice the resident ones.
-        preferences: by pass, and whether no tensor has more than two bytes an element. In the backward pass programs have one vector a
-            thread and few registers, so that ten share a multiprocessor and hide each other's loads. The sums of a program's iterations
-            are added one after the other, and their errors with them, so programs are not long.
-        few_terms: coefficients in a group at most, with which fewer registers are enough than the compiler takes by itself.
-        few_registers: these.
-        sum_block: partial sums that a program of the second stage loads at once: few waits for memory.
-        group_block: the same behind a layer normalisation, whose sums are one for each column.
-        program_block: programs whose sums of some columns are added at once.
-        column_block: these columns.
-        half: share of the GPU's rate that torch's products of half types reach.
-        fused_half: the same of the fused kernel's main loop, of torch's.
-        fused_tf32: share of its rate that the loop reaches in three passes of TF32.
-        instructions: for a value of P / Q of degrees (5, 4).
-        exposed: share of their time that the other program's products do not hide.
-        separate: share of the bandwidth that the function's own kernel reaches.
-        calls: seconds of torch's linear and of a cached call of `rational`, in Python and the driver.
-        call: seconds of the fused kernel's call, which makes its descriptors anew. On an H100's host the layers of KAT-T and KAT-S, whose
-            kernels take 117 and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
-        gain: at most this share of the time, else it is not worth a kernel of one's own.
-        most_channels: of a row behind a layer normalisation; beyond, its accumulators do not fit into registers.
-        most_coefficients: there, of P and Q together: each takes a register for every element that a thread owns.
-        row_elements: there, that a program takes at a time.
-        row_warps: on a multiprocessor, forward and backward: a thread takes some 80 registers, and 176.
-        row_stages: forward and backward; with few warps, loads are issued several tiles ahead.
-        overlapping: `GemmTile` of a linear layer before the function. Two programs share a multiprocessor: one multiplies while the other
-            evaluates the function. Compiled, they take 104 KiB and 128 registers a thread each, also where two results are stored, which
-            take turns in one piece of shared memory.
-    """
-
-    periods_least: int
-    phases_most: int
-    long_share: float
-    shorter: int
-    programs: int
+    periods_least: int  # of a program's, whose steps have to outweigh the lanes that wait in its last one
+    phases_most: int  # of a period
+    long_share: float  # of the periods, those of long chunks
+    shorter: int  # a short chunk is so much shorter than a long one
+    programs: int  # for each multiprocessor at least, where there is work for them: about twice the resident ones
+    # by pass, and whether no tensor has more than two bytes an element. In the backward pass programs have one vector a thread and few
+    # registers, so that ten share a multiprocessor and hide each other's loads. The sums of a program's iterations are added one after the
+    # other, and their errors with them, so programs are not long.
     preferences: dict[str, list[Any]]
-    few_terms: int
-    few_registers: int
-    sum_block: int
-    group_block: int
-    program_block: int
-    column_block: int
-    half: float
-    fused_half: float
-    fused_tf32: float
-    instructions: float
-    exposed: float
-    separate: float
-    calls: float
+    few_terms: int  # coefficients in a group at most, with which fewer registers are enough than the compiler takes by itself
+    few_registers: int  # these
+    sum_block: int  # partial sums that a program of the second stage loads at once: few waits for memory
+    group_block: int  # the same behind a layer normalisation, whose sums are one for each column
+    program_block: int  # programs whose sums of some columns are added at once
+    column_block: int  # these columns
+    half: float  # share of the GPU's rate that torch's products of half types reach
+    fused_half: float  # the same of the fused kernel's main loop, of torch's
+    fused_tf32: float  # share of its rate that the loop reaches in three passes of TF32
+    instructions: float  # for a value of P / Q of degrees (5, 4)
+    exposed: float  # share of their time that the other program's products do not hide
+    separate: float  # share of the bandwidth that the function's own kernel reaches
+    calls: float  # seconds of torch's linear and of a cached call of `rational`, in Python and the driver
+    # seconds of the fused kernel's call, which makes its descriptors anew. On an H100's host the layers of KAT-T and KAT-S, whose kernels
+    # take 117 and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
     call: float
-    gain: float
-    most_channels: int
-    most_coefficients: int
-    row_elements: int
-    row_warps: list[int]
-    row_stages: list[int]
+    gain: float  # at most this share of the time, else it is not worth a kernel of one's own
+    most_channels: int  # of a row behind a layer normalisation; beyond, its accumulators do not fit into registers
+    most_coefficients: int  # there, of P and Q together: each takes a register for every element that a thread owns
+    row_elements: int  # there, that a program takes at a time
+    row_warps: list[int]  # on a multiprocessor, forward and backward: a thread takes some 80 registers, and 176
+    row_stages: list[int]  # forward and backward; with few warps, loads are issued several tiles ahead
+    # `GemmTile` of a linear layer before the function. Two programs share a multiprocessor: one multiplies while the other evaluates the
+    # function. Compiled, they take 104 KiB and 128 registers a thread each, also where two results are stored, which take turns in one
+    # piece of shared memory.
     overlapping: list[int]
 
 
@@ -143,32 +116,19 @@ class LaunchShape:
     a period is a whole number of rows, so that a thread stays on its columns; in mode "flat" there is one row; in mode "wrap" a
     thread moves along its row and on to a later one. The first chunks are long, since a program's sums cost something at its
     end; the others, which start last, are short, so that all end at about the same time.
-
-    Attributes:
-        vector: elements that a thread loads at once.
-        block: vectors of a tile.
-        num_warps: of a program.
-        mode: "rows", "flat" or "wrap".
-        phases: tiles between two of a program's.
-        iterations: periods of a long chunk.
-        short: periods of a short one.
-        long_chunks: how many are long; these come first.
-        chunks: programs of each group and phase.
-        total: vectors of a group.
-        per_run: vectors of a run.
     """
 
-    vector: int
-    block: int
-    num_warps: int
-    mode: str
-    phases: int
-    iterations: int
-    short: int
-    long_chunks: int
-    chunks: int
-    total: int
-    per_run: int
+    vector: int  # elements that a thread loads at once
+    block: int  # vectors of a tile
+    num_warps: int  # of a program
+    mode: str  # "rows", "flat" or "wrap"
+    phases: int  # tiles between two of a program's
+    iterations: int  # periods of a long chunk
+    short: int  # periods of a short one
+    long_chunks: int  # how many are long; these come first
+    chunks: int  # programs of each group and phase
+    total: int  # vectors of a group
+    per_run: int  # vectors of a run
 
     @property
     def periods(self) -> int:
@@ -201,21 +161,13 @@ def vector_width(runs: Runs, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class Preference:
-    """The closed form's preferences.
+    """The closed form's preferences."""
 
-    Attributes:
-        vectors: of a thread and tile.
-        num_warps: of a program.
-        iterations: tiles of a program at most.
-        tapers: whether the last programs are short.
-        registers: of a thread at most; None leaves it to the compiler.
-    """
-
-    vectors: int
-    num_warps: int
-    iterations: int
-    tapers: bool = False
-    registers: int | None = None
+    vectors: int  # of a thread and tile
+    num_warps: int  # of a program
+    iterations: int  # tiles of a program at most
+    tapers: bool = False  # whether the last programs are short
+    registers: int | None = None  # of a thread at most; None leaves it to the compiler
 
 
 def preference(backward: bool, itemsize: int, terms: float) -> Preference:

@@ -27,23 +27,14 @@ class Spanning(NamedTuple):
 
 @dataclass(eq=False)
 class _Value:
-    """An input, a buffer, or a tensor that a call returns.
+    """An input, a buffer, or a tensor that a call returns."""
 
-    Attributes:
-        number: in the program.
-        tensor: without memory, of its shape, strides and dtype.
-        steps: that use it, by index.
-        is_called: a call of torch, which wants tensors, reads or makes it: it is not in the pool.
-        is_returned: a call returns it, so no memory is allocated for it.
-        result: its shape as a result of the program, if it is one.
-    """
-
-    number: int
-    tensor: Tensor
-    steps: list[int] = field(default_factory=list)
-    is_called: bool = False
-    is_returned: bool = False
-    result: tuple[int, ...] | None = None
+    number: int  # in the program
+    tensor: Tensor  # without memory, of its shape, strides and dtype
+    steps: list[int] = field(default_factory=list)  # that use it, by index
+    is_called: bool = False  # a call of torch, which wants tensors, reads or makes it: it is not in the pool
+    is_returned: bool = False  # a call returns it, so no memory is allocated for it
+    result: tuple[int, ...] | None = None  # its shape as a result of the program, if it is one
 
 
 class Builder:

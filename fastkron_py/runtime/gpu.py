@@ -17,50 +17,29 @@ class GPU:
 
     Rates are those that well-tuned kernels reach, not the data sheet's. They are those of one GPU of the architecture. Its smaller
     GPUs have less of both rates and bandwidth, in about the same ratio, and choices depend on that ratio.
-
-    Attributes:
-        name: of the architecture.
-        capability: (major, minor) of CUDA's compute capability; None for a GPU that is not NVIDIA's.
-        multiprocessors: programs that run at a time, one on each.
-        shared_memory: bytes that one program can have: CUDA's "opt-in" maximum of a thread block.
-        bandwidth: of the memory, in bytes a second.
-        link_bandwidth: to the other GPUs of a host, in bytes a second each way, by the data sheet: NVLink's, else PCI Express's.
-        half_rate: of tensor cores on float16 and bfloat16, in floating-point operations a second.
-        tf32_rate: of tensor cores on TF32.
-        float64_rate: of tensor cores on float64.
-        float32_rate: of products in float32 without tensor cores.
-        instruction_rate: instructions a second of one multiprocessor, those of all its lanes counted.
-        rates: the file of `kron.rates` with what its kernels reach of these figures.
-        is_measured: whether kernels were timed on it; else its rates and bandwidth are estimated from its data sheet.
-        has_wgmma: a warpgroup's tensor cores multiply operands in shared memory, as kernels in Gluon need.
-        has_shared_operands: tensor cores read operands from shared memory; else from registers, which then hold fewer sums.
-        has_float64_cores: tensor cores multiply float64, for which other multiplications keep far more in registers.
-        has_descriptors: a copy engine takes tensor descriptors.
-        has_overlap: a launch can begin before the end of the one ahead ("programmatic dependent launch").
-        has_approximations: functions are approximated in one of PTX's instructions each, with errors of some units in the last place.
-        has_staged_sums: sums that are taken apart pass through shared memory, all of a tile at once.
     """
 
-    name: str
-    capability: tuple[int, int] | None
-    multiprocessors: int
-    shared_memory: int
-    bandwidth: float
-    link_bandwidth: float
-    half_rate: float
-    tf32_rate: float
-    float64_rate: float
-    float32_rate: float
-    instruction_rate: float
-    rates: str = "hopper"
-    is_measured: bool = False
-    has_wgmma: bool = False
-    has_shared_operands: bool = False
-    has_float64_cores: bool = False
-    has_descriptors: bool = False
-    has_overlap: bool = False
+    name: str  # of the architecture
+    capability: tuple[int, int] | None  # (major, minor) of CUDA's compute capability; None for a GPU that is not NVIDIA's
+    multiprocessors: int  # programs that run at a time, one on each
+    shared_memory: int  # bytes that one program can have: CUDA's "opt-in" maximum of a thread block
+    bandwidth: float  # of the memory, in bytes a second
+    link_bandwidth: float  # to the other GPUs of a host, in bytes a second each way, by the data sheet: NVLink's, else PCI Express's
+    half_rate: float  # of tensor cores on float16 and bfloat16, in floating-point operations a second
+    tf32_rate: float  # of tensor cores on TF32
+    float64_rate: float  # of tensor cores on float64
+    float32_rate: float  # of products in float32 without tensor cores
+    instruction_rate: float  # instructions a second of one multiprocessor, those of all its lanes counted
+    rates: str = "hopper"  # the file of `kron.rates` with what its kernels reach of these figures
+    is_measured: bool = False  # whether kernels were timed on it; else its rates and bandwidth are estimated from its data sheet
+    has_wgmma: bool = False  # a warpgroup's tensor cores multiply operands in shared memory, as kernels in Gluon need
+    has_shared_operands: bool = False  # tensor cores read operands from shared memory; else from registers, which then hold fewer sums
+    has_float64_cores: bool = False  # tensor cores multiply float64, for which other multiplications keep far more in registers
+    has_descriptors: bool = False  # a copy engine takes tensor descriptors
+    has_overlap: bool = False  # a launch can begin before the end of the one ahead ("programmatic dependent launch")
+    # functions are approximated in one of PTX's instructions each, with errors of some units in the last place
     has_approximations: bool = False
-    has_staged_sums: bool = False
+    has_staged_sums: bool = False  # sums that are taken apart pass through shared memory, all of a tile at once
 
     @property
     def modelled_multiprocessors(self) -> int:

@@ -49,39 +49,24 @@ _is_watching = torch_internals.is_watching
 
 
 class Saved(NamedTuple):
-    """The values that a call keeps for its derivatives.
+    """The values that a call keeps for its derivatives."""
 
-    Attributes:
-        tensors: the call's, one after the other; None for those that are absent or not saved.
-        kept: results that are there for the backward pass alone, the operator's and the program's.
-        shapes: of the tensors, where there is one whose values are not saved; else None.
-        options: the call's other arguments.
-        needs: which tensors' gradients are needed.
-        alone: whether the kept results were shown to nobody; the registered operator returns them.
-    """
-
-    tensors: tuple[Any, ...]
-    kept: tuple[Tensor, ...]
-    shapes: tuple[Any, ...]
-    options: tuple[Any, ...]
-    needs: tuple[bool, ...]
-    alone: bool
+    tensors: tuple[Any, ...]  # the call's, one after the other; None for those that are absent or not saved
+    kept: tuple[Tensor, ...]  # results that are there for the backward pass alone, the operator's and the program's
+    shapes: tuple[Any, ...]  # of the tensors, where there is one whose values are not saved; else None
+    options: tuple[Any, ...]  # the call's other arguments
+    needs: tuple[bool, ...]  # which tensors' gradients are needed
+    alone: bool  # whether the kept results were shown to nobody; the registered operator returns them
 
 
 class GradientCall(NamedTuple):
-    """A backward rule as one call.
+    """A backward rule as one call."""
 
-    Attributes:
-        operator: that makes the gradients.
-        tensors: of its call, in its order; None for those that are absent.
-        options: of its call.
-        places: for each tensor of the forward call the number of its gradient among the results, `DY` for the incoming gradient itself, or
-            None where no gradient is needed.
-    """
-
-    operator: Operator
-    tensors: tuple[Tensor | None, ...]
-    options: tuple[Any, ...]
+    operator: Operator  # that makes the gradients
+    tensors: tuple[Tensor | None, ...]  # of its call, in its order; None for those that are absent
+    options: tuple[Any, ...]  # of its call
+    # for each tensor of the forward call the number of its gradient among the results, `DY` for the incoming gradient itself, or None where
+    # no gradient is needed
     places: tuple[int | None, ...]
 
     @classmethod
@@ -414,22 +399,14 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
 
 
 class _Reverse(NamedTuple):
-    """A backward pass that was made before.
+    """A backward pass that was made before."""
 
-    Attributes:
-        key: the forward call's options, and the settings that were in force.
-        check: whether other tensors are like the program's inputs.
-        program: that it ran.
-        numbers: the program's scalars.
-        picks: its inputs, as numbers among dy and the saved tensors.
-        spread: from the program's results, dy and None to the gradients of the tensors that there are.
-    """
-
-    key: tuple[Any, ...]
-    check: Callable[..., bool]
-    program: Program
-    numbers: tuple[float, ...]
-    picks: Callable[[Any], tuple[Tensor, ...]]
+    key: tuple[Any, ...]  # the forward call's options, and the settings that were in force
+    check: Callable[..., bool]  # whether other tensors are like the program's inputs
+    program: Program  # that it ran
+    numbers: tuple[float, ...]  # the program's scalars
+    picks: Callable[[Any], tuple[Tensor, ...]]  # its inputs, as numbers among dy and the saved tensors
+    # from the program's results, dy and None to the gradients of the tensors that there are
     spread: Callable[[Any], tuple[Tensor | None, ...]]
 
 

@@ -114,29 +114,17 @@ class View(NamedTuple):
 
 @dataclass
 class Step:
-    """One launch of a kernel, or one call of torch, with the buffers, places and descriptors that it needs.
+    """One launch of a kernel, or one call of torch, with the buffers, places and descriptors that it needs."""
 
-    Attributes:
-        run: a `Launcher`, or the function of torch.
-        operands: numbers of values, for a launch; for a call, views.
-        scalars: integers and `Scalar`s.
-        results: numbers of the tensors that a call returns; None for a launch.
-        makes: buffers that are allocated before it.
-        shifts: places that are worked out before it.
-        tuples: tuples of addresses, by number.
-        descriptors: tensor descriptors that are made before it.
-        drops: buffers that no later step uses.
-    """
-
-    run: Any
-    operands: tuple[Any, ...]
-    scalars: tuple[Any, ...]
-    results: tuple[int, ...] | None
-    makes: list[Make] = field(default_factory=list)
-    shifts: list[Shift] = field(default_factory=list)
-    tuples: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    descriptors: list[Descriptor] = field(default_factory=list)
-    drops: list[int] = field(default_factory=list)
+    run: Any  # a `Launcher`, or the function of torch
+    operands: tuple[Any, ...]  # numbers of values, for a launch; for a call, views
+    scalars: tuple[Any, ...]  # integers and `Scalar`s
+    results: tuple[int, ...] | None  # numbers of the tensors that a call returns; None for a launch
+    makes: list[Make] = field(default_factory=list)  # buffers that are allocated before it
+    shifts: list[Shift] = field(default_factory=list)  # places that are worked out before it
+    tuples: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # tuples of addresses, by number
+    descriptors: list[Descriptor] = field(default_factory=list)  # tensor descriptors that are made before it
+    drops: list[int] = field(default_factory=list)  # buffers that no later step uses
 
 
 class Pool(NamedTuple):
@@ -154,14 +142,10 @@ class Result(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The properties of its inputs' addresses that a program depends on.
+    """The properties of its inputs' addresses that a program depends on."""
 
-    Attributes:
-        aligned: for some inputs, whether they begin at a 16-byte boundary.
-        orders: for pairs of inputs, and bytes that are added to the second one's address: which is ahead, as `order_of` says.
-    """
-
-    aligned: tuple[tuple[int, bool], ...] = ()
+    aligned: tuple[tuple[int, bool], ...] = ()  # for some inputs, whether they begin at a 16-byte boundary
+    # for pairs of inputs, and bytes that are added to the second one's address: which is ahead, as `order_of` says
     orders: tuple[tuple[tuple[int, int, int], int], ...] = ()
 
 

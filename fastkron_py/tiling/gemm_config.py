@@ -74,41 +74,27 @@ class Measured(NamedTuple):
 
     A table has tiles, the largest first, with the fewest parts that they are finished in, and the share of the first one's rate that a
     multiprocessor reaches with them.
-
-    Attributes:
-        barriers: bytes, at most, beside tiles.
-        most_sums: of a thread: half of its registers.
-        half: of half precision, with descriptors. Finishing the first one in two parts gains 4 to 5%, and a fourth stage loses 4%.
-        tf32: of one pass of TF32, with descriptors.
-        three_passes: with descriptors, or of one pass by pointers.
-        from_registers: by pointers, where tensor cores read operands from registers; finished whole, the first one spills in TF32.
-        small_three_passes: by pointers, or where tensor cores read operands from registers: larger ones spill.
-        few_rows: for a product of few rows, which waits for the weight: two programs on a multiprocessor, with much of it in flight.
-        between_launches: from the last product of a launch to the first of the next, some 5 microseconds: sums of a multiprocessor, times
-            their depth.
-        least_gain: share of the time, that a second launch has to bring.
-        beside: of the columns after full waves of the first tile, in launches that overlap: one more program on each multiprocessor, beside
-            those of the first launch. Its products go on while those finish tiles. The tile, the rate and the share are fitted to trials of
-            Llama's layers, by two figures: of one launch's time, 512 tokens of 8B take 0.89 (measured: 0.88, 0.88 and 0.91) and 4096 take
-            0.975 (0.97). Gains of 2% could not be told from noise: 512 tokens of 405B, with 1.8% to gain, and of 70B, with none, gave both
-            more and less, and stay one launch.
-        still_between: share of between_launches that is left then.
-        least_gain_beside: as least_gain, then.
     """
 
-    barriers: int
-    most_sums: int
-    half: _Known
-    tf32: _Known
-    three_passes: _Known
-    from_registers: _Known
-    small_three_passes: _Known
-    few_rows: GemmTile
+    barriers: int  # bytes, at most, beside tiles
+    most_sums: int  # of a thread: half of its registers
+    half: _Known  # of half precision, with descriptors. Finishing the first one in two parts gains 4 to 5%, and a fourth stage loses 4%.
+    tf32: _Known  # of one pass of TF32, with descriptors
+    three_passes: _Known  # with descriptors, or of one pass by pointers
+    from_registers: _Known  # by pointers, where tensor cores read operands from registers; finished whole, the first one spills in TF32
+    small_three_passes: _Known  # by pointers, or where tensor cores read operands from registers: larger ones spill
+    few_rows: GemmTile  # for a product of few rows, which waits for the weight: two programs on a multiprocessor, with much of it in flight
+    # from the last product of a launch to the first of the next, some 5 microseconds: sums of a multiprocessor, times their depth
     between_launches: int
-    least_gain: float
+    least_gain: float  # share of the time, that a second launch has to bring
+    # of the columns after full waves of the first tile, in launches that overlap: one more program on each multiprocessor, beside those of
+    # the first launch. Its products go on while those finish tiles. The tile, the rate and the share are fitted to trials of Llama's
+    # layers, by two figures: of one launch's time, 512 tokens of 8B take 0.89 (measured: 0.88, 0.88 and 0.91) and 4096 take 0.975 (0.97).
+    # Gains of 2% could not be told from noise: 512 tokens of 405B, with 1.8% to gain, and of 70B, with none, gave both more and less, and
+    # stay one launch.
     beside: tuple[GemmTile, float]
-    still_between: float
-    least_gain_beside: float
+    still_between: float  # share of between_launches that is left then
+    least_gain_beside: float  # as least_gain, then
 
 
 def _read(value: Any) -> Any:

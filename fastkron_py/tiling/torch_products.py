@@ -127,17 +127,11 @@ _UNIT: Final = 8  # elements of 16 bytes
 
 
 class Cut(NamedTuple):
-    """How a sum is cut: into parts of this number of terms, and one of those that are left over.
+    """How a sum is cut: into parts of this number of terms, and one of those that are left over."""
 
-    Attributes:
-        parts: of equal length.
-        terms: of each.
-        rest: of the last one; 0 if there is none.
-    """
-
-    parts: int
-    terms: int
-    rest: int
+    parts: int  # of equal length
+    terms: int  # of each
+    rest: int  # of the last one; 0 if there is none
 
     @property
     def all_parts(self) -> int:
