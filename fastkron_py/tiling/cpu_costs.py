@@ -1,7 +1,7 @@
 """Times of torch's matrix products on a CPU, by BLAS and by oneDNN, in closed form: functions of shapes and of a few figures.
 
 The figures (`figures.json`) are nanoseconds of one core in float32, fitted to measurements on an AVX-512 CPU with MKL;
-docs/how_it_works/cpu.md has them. Only their ratios matter: they choose between ways to do the same.
+docs/how_it_works/cpu.md describes the model. Only their ratios matter, because they choose between products of equal results.
 """
 
 from __future__ import annotations
