@@ -86,7 +86,7 @@ def compare(shape: Shape, settings: Settings) -> list[Measurement]:
         return torch.randn(*sizes, generator=generator, dtype=torch.float32, device=settings.device)
 
     rows, sizes = shape
-    # Scaled so that results are of size 1, which half types hold.
+    # Scaled so that results are of size 1, which 16-bit floats hold.
     factors = [(random(p, q) / p**0.5).to(settings.dtype) for p, q in sizes]
     x = random(rows, math.prod(p for p, _ in sizes)).to(settings.dtype)
     dy = random(rows, math.prod(q for _, q in sizes)).to(settings.dtype)

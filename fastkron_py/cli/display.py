@@ -1,4 +1,4 @@
-"""Functions that the commands share: tables, refusals, the choice of a device."""
+"""Functions that the commands share: tables, errors, the choice of a device."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Multiply(NamedTuple):
     """``alpha * x @ (F1 (x) ... (x) FN) + beta * z``, or in the left form.
 
     Attributes:
-        factors: for Triton of x's dtype; for torch also of float32 beside a half dtype.
+        factors: for Triton of x's dtype; for torch also of float32 next to a half dtype.
         backend: "triton" or "torch".
         precision: of float32 products.
         left: the form.
@@ -198,7 +198,7 @@ class Multiply(NamedTuple):
             dy: like the result.
             x: of the multiply.
             needs: whether dx, and which factor gradients are needed.
-            dtype: of the factor gradients, for Triton: x's, or float32 beside a half dtype.
+            dtype: of the factor gradients, for Triton: x's, or float32 next to a half dtype.
             between: the intermediate that was saved, or None.
             out: where dx shall be, contiguous, where no intermediate was saved; new memory if None.
         """
@@ -317,7 +317,7 @@ def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Seq
 
 
 def cast(build: Builder, f: Tensor, dtype: torch.dtype) -> Tensor:
-    """A factor in x's dtype; one of float32 beside an x of a half dtype is copied, in the same order of strides."""
+    """A factor in x's dtype; one of float32 next to an x of a half dtype is copied, in the same order of strides."""
     if f.dtype == dtype:
         return f
     strides = torch.empty_like(f).stride()

@@ -141,7 +141,7 @@ def _are_one(a: Tensor, b: Tensor) -> bool:
 
 
 def takes(operator: Any, *vectors: Tensor) -> bool:
-    """Whether the products of an interpolated operator with matrices can go this way.
+    """Whether the products of an interpolated operator with matrices can be computed by compressed rows.
 
     Its base is one of ours, the operands' batches are the operator's own, no gradient passes through, and torch has the products.
     """

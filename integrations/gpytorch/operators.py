@@ -123,7 +123,7 @@ class KroneckerLinearOperator(FastProducts, KroneckerProductLinearOperator):  # 
     """
 
     def _check_square(self, what: str) -> None:
-        """Refuse a function of square factors only, naming the factor that is not square."""
+        """Raise an error for a function of square factors only, naming the factor that is not square."""
         for i, op in enumerate(self.linear_ops):
             if op.shape[-2] != op.shape[-1]:
                 raise value_error(f"linear_ops[{i}]", f"a square factor for {what}", f"{op.shape[-2]} x {op.shape[-1]}")

@@ -2,7 +2,7 @@
 
 - identity: not at all; its mode is a batch, or belongs to the columns.
 - constant diagonal, and the constant of a scaled operator: as a number, multiplied into another factor.
-- diagonal: beside a dense factor and up to `DIAGONAL_LIMIT` wide as a dense one, which rides along in that one's pass; else by
+- diagonal: next to a dense factor and up to `DIAGONAL_LIMIT` wide as a dense one, which rides along in that one's pass; else by
   one elementwise pass.
 - dense, triangular: as a dense factor.
 - Toeplitz: as a dense factor up to `TOEPLITZ_LIMIT`, where its FFT takes longer; else by its FFT.
@@ -27,7 +27,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-# Widths at which both ways took the same time, measured on a CPU; a GPU's tensor cores move it up.
+# Widths at which both methods took the same time, measured on a CPU; a GPU's tensor cores move it up.
 TOEPLITZ_LIMIT: Final = {"cpu": 512, "cuda": 2048}
 DIAGONAL_LIMIT: Final = 32
 OTHER_LIMIT: Final = 128
@@ -122,7 +122,7 @@ def _dense(op: Any) -> Tensor:
 
 
 def _diagonals_made_dense(parts: list[Part]) -> list[Part]:
-    """Narrow diagonals beside a dense factor become dense."""
+    """Small diagonals next to a dense factor become dense."""
     result = list(parts)
     for i, part in enumerate(parts):
         beside = [p.kind for p in (*parts[max(i - 1, 0) : i], *parts[i + 1 : i + 2])]

@@ -1,4 +1,4 @@
-"""A tile of the register-resident kernel on its way in and out: layouts, addresses, loads and stores."""
+"""How the register-resident kernel loads and stores a tile: layouts and addresses."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Kernels beside the matrix products of one mode: matrices copied between memory orders, and the epilogue of their main loop.
+"""Kernels around the matrix products of one mode: matrices copied between memory orders, and the epilogue of their main loop.
 
 Copies go in tiles that are read and written in whole sectors.
 """

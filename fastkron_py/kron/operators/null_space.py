@@ -2,7 +2,7 @@
 
 With orthonormal Q and R that span the null spaces of S and of ``S^H`` at one point, ``B = S + R Q^H`` is regular there and near it, and
 ``B^-1 = S^+ + Q R^H``. Near it too, ``Z = B^-1 R`` and ``Y = B^-H Q`` span these null spaces, and ``S^+ b = P_Z B^-1 P_Y b`` with
-projections P on what is orthogonal to them. So only solves with B are differentiated, like those of any regular system.
+projections P on their orthogonal complement. So only solves with B are differentiated, like those of any regular system.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _null_vectors(vectors: Sequence[Tensor], is_zero: Tensor, like: Tensor) -> T
 
 
 def _orthogonal(z: Tensor, x: Tensor) -> Tensor:
-    """Vectors x without their part in the span of columns z, of which some may be 0."""
+    """Vectors x without their part in the span of columns z, some of which may be 0."""
     gram = z.mH @ z
     is_missing = gram.diagonal(dim1=-2, dim2=-1).real.detach() == 0
     along: Tensor = torch.linalg.solve(gram + torch.diag_embed(is_missing.to(gram.dtype)), z.mH @ x)
