@@ -2,7 +2,7 @@
 
 A family makes offers for neighbouring factors, which `planner` chooses from, and launches those that are chosen. It is plain Python: its
 kernels, and what launches them, are imported by the functions that need them. A file that is put here is a family, and no other file
-lists it: docs/how_it_works/kernels.md adds one.
+lists it: docs/how_it_works/add_a_family.md adds one.
 """
 
 from __future__ import annotations
