@@ -1,4 +1,4 @@
-"""The public verbs: argument checks, array conversion, autocast, then one operator call each."""
+"""The public functions: argument checks, array conversion, autocast, then one operator call each."""
 
 from fastkron_py.adapters.api import lokr_linear
 from fastkron_py.gated.api import gated_linear, gated_mlp

@@ -104,7 +104,7 @@ def rational(x: Tensor, numerator: Tensor, denominator: Tensor, *, version: str 
         x: ``[..., C]``.
         numerator: ``[G, m + 1]`` or ``[1, m + 1]``, the coefficients of ``P(x) = sum_i a_i x^i``.
         denominator: ``[G, n]`` or ``[1, n]``: b_1 to b_n, for version C b_0 to b_{n-1}.
-        version: of a denominator whose record has a definition.
+        version: of a denominator that has a definition.
 
     Example:
         >>> rational(torch.ones(3, 8), torch.ones(2, 4), torch.ones(2, 3)).unique()

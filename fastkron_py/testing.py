@@ -13,7 +13,7 @@ float64    u = 2**-53     1e-14 * sqrt(steps)  (about 90 u)       4e-14 * sqrt(s
 ========== ============== ======================================= ===========================================
 
 complex64 and complex128 are judged as float32 and float64, by absolute values. ``steps`` counts how
-often a result may have been rounded to its dtype on its way: the number of factors, at most. Half types
+often a result may have been rounded to its dtype: the number of factors, at most. 16-bit floats
 accumulate in float32, so these roundings are their whole error; a float32 result has the same budget
 however many factors it went through.
 """

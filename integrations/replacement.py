@@ -13,7 +13,7 @@ from torch import nn
 
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
-_SHOWN: Final = 3  # reasons, or kinds of modules, in an error
+_SHOWN: Final = 3  # reasons, or classes of modules, in an error
 _PATCHED: Final = "already patched by use_fastkron"
 _ADAPTERS: Final = ("peft.tuners.", "lycoris.modules.", "fastkron_py.nn.lokr")  # modules of their classes
 
@@ -35,7 +35,7 @@ class Replacement(nn.Module):
 
     @classmethod
     def is_candidate(cls, module: Any) -> bool:
-        """Whether a module is of the kind that this is for."""
+        """Whether a module is of a class that this is for."""
         raise NotImplementedError
 
     @classmethod
@@ -189,7 +189,7 @@ def reasons(model: nn.Module, left_alone: Mapping[str, str]) -> str:
         if instead:
             return f"{type_name(model)} with {', '.join(instead)}"
         kinds = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
-        others = f" and {len(kinds) - _SHOWN} other kinds" if len(kinds) > _SHOWN else ""
+        others = f" and {len(kinds) - _SHOWN} other classes" if len(kinds) > _SHOWN else ""
         return f"{type_name(model)}, which has none among its modules ({', '.join(kinds[:_SHOWN])}{others})"
     shown = [f"{name or 'it'}: {reason}" for name, reason in left_alone.items()][:_SHOWN]
     more = len(left_alone) - len(shown)

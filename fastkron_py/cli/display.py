@@ -1,4 +1,4 @@
-"""Functions that the commands share: tables, refusals, the choice of a device, numbers with units."""
+"""Functions that the commands share: tables, errors, the choice of a device, numbers with units."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def host_memory() -> int | None:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The CPU, then every CUDA device; its record's figures choose kernels, measured or estimated from a data sheet."""
+    """The CPU, then every CUDA device; its parameters choose kernels, measured or estimated from a data sheet."""
     names = ("device", "name", "capability", "memory_bytes", "record", "measured")
     found: list[tuple[Any, ...]] = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", None, host_memory(), None, None)]
     for i in range(torch.cuda.device_count()):

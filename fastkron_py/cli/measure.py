@@ -53,7 +53,7 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
         call()
         _wait(device)
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints where a progress display is drawn
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints where a progress display is shown
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         result = call()

@@ -1,7 +1,7 @@
 """Which bit of an index lies where: in registers, lanes and warps, or in shared memory. Plain arithmetic.
 
-Sizes are powers of two, so that an index is a number of bits. Each bit belongs to a mode, or counts slices, and a layout says what each bit
-of a register's, a lane's or a warp's number, or of a place in shared memory, stands for.
+Sizes are powers of two, so that an index is a number of bits. Each bit belongs to a mode, or counts slices. A layout maps the bits of
+a register's, a lane's or a warp's number, or of an address in shared memory, to bits of the index.
 """
 
 from __future__ import annotations

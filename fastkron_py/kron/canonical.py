@@ -87,7 +87,7 @@ def _grouped(f: Tensor, groups: Shape, shared: int, reshape: Callable[[Tensor, S
 
 
 # ---- factors of one element ------------------------------------------------------------------------
-# Those that no launch multiplies beside others would each read and write all of x for a number, which goes into another factor:
+# A launch of such a factor alone would read and write all of x for one number, which is multiplied into another factor instead:
 # ``F (x) [u] = u * F``.
 
 

@@ -1,6 +1,6 @@
-"""Argument checks of the Kronecker verbs, and the shape rules of a product, on tuples of sizes.
+"""Argument checks of the Kronecker functions, and the shape rules of a product, on tuples of sizes.
 
-Every refusal names the argument, the expectation and the value given.
+Every error names the argument, the expectation and the value given.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ Factor = Tensor | int
 
 
 def is_identity(factor: Any) -> TypeGuard[int]:
-    """Whether a factor is an integer n, which stands for I_n."""
+    """Whether a factor is an integer n, which is interpreted as I_n."""
     return isinstance(factor, int | torch.SymInt | numbers.Integral)
 
 
@@ -111,7 +111,7 @@ def shape_of(factor: Any) -> Shape:
 
 
 def factor_list(factors: Any, name: str = "factors") -> list[Any]:
-    """The factors as a list; a lone array is refused, since iterating over it would take rows for factors."""
+    """The factors as a list; a single array raises an error, since iterating over it would take its rows as factors."""
     if not isinstance(factors, Sequence | torch.nn.ParameterList) or isinstance(factors, str | bytes):
         raise type_error(name, "a list or tuple of matrices", type_name(factors))
     listed = list(factors)

@@ -41,7 +41,7 @@ def rows_of(t: Tensor) -> Rows:
 
 
 def _addend(build: Builder, z: Tensor, epilogue: StoreEpilogue) -> tuple[Tensor, Rows]:
-    """Describe z, of any strides: broadcast rows and columns are read in place where (n, R) has a constant stride, or z scales."""
+    """The form of z, of any strides: broadcast rows and columns are read in place where (n, R) has a constant stride, or z scales."""
     _, _, n, columns = z.shape
     if columns == 1:
         return z, Rows(batch_stride(z), z.stride(1), z.stride(2) if n > 1 else 0)

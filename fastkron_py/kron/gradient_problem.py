@@ -1,4 +1,4 @@
-"""The gradients of a group of factors, as plain values: what is computed, families' offers for it, and how it is launched."""
+"""The gradients of a group of factors, as plain values: the problem, families' offers for it, and its launches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GroupProblem(OnSlices):
         need_x: the next gradient, dx, is wanted.
         need_factors: whether each factor's gradient is wanted.
         scaled: alpha is not 1, and belongs to dx.
-        gradient_dtype: of the factors' gradients: dtype, or float32 beside a half one.
+        gradient_dtype: of the factors' gradients: dtype, or float32 next to a half one.
         neighbours: of the mode before, taken as one mode with the group's.
     """
 
@@ -213,7 +213,7 @@ class GradientLaunch(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientOffer:
-    """A family's bid for a group.
+    """A family's offer for a group.
 
     Attributes:
         family: its name.

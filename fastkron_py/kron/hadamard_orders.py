@@ -108,8 +108,8 @@ def _goethals_seidel(n: int, rows: Sequence[int]) -> Matrix:
 # ---- the factors of a transform -------------------------------------------------------------------
 
 CHUNK: Final = 3  # a factor is 8 x 8 at most, but for that of order m: plans multiply neighbours out as the dtype wants
-# Two steps in half types take 128 on both sides at most, 32 behind at least, and a factor of 2 or 4 between them: factors of two go
-# beside that of order m accordingly.
+# Two steps in half precision take 128 on both sides at most, 32 behind at least, and a factor of 2 or 4 between them: factors of two go
+# next to that of order m accordingly.
 _INSTEAD: Final = "for other sizes, hadamard of blocks (x.unflatten(-1, (-1, block))), or an orthogonal matrix in kron_matmul"
 MOST_BITS: Final = 7
 MIDDLE_BITS: Final = (1, 2)

@@ -5,7 +5,7 @@ These are the local products of a distributed one.
 Columns count (p1, ..., pN) with p1 slowest, so that a block is a range of p1. A launch that leaves the first factor alone does the same to
 every block, and may read or write one after the other from where they are. So nothing is copied into one operand, or out of one result.
 
-For both, the first factor goes between others, which takes three launches in place. In 16-bit types the closed form has these where two
+For both, the first factor goes between others, which takes three launches in place. In 16-bit types the cost model has these where two
 steps share a slice (`slice_pair`). Its other launches transpose their modes to the front, and launches in place would be slower than
 these, by 13 to 57% on an H200 (float32: up to 6%). The first factor is their last one: blocks are read, not written.
 """
@@ -88,7 +88,7 @@ def gradients_into(
         precision: of float32 products.
 
     Returns:
-        The gradients of these factors, of half types in float32.
+        The gradients of these factors, those of 16-bit floats in float32.
     """
     dy, x, *factors = [t.resolve_conj().resolve_neg() for t in (dy, x, *factors)]
     tensors = dy, x, *factors, *(() if dx is None else (dx,))
@@ -143,7 +143,7 @@ class _Order(NamedTuple):
 
 
 def _order(problem: Problem, parts: int) -> _Order:
-    """The closed form's launches, or, where launches in place do and there are two others, with the first factor's between them."""
+    """The cost model's launches, or, if launches in place suffice and there are two others, with the first factor's between them."""
     shapes = problem.factor_shapes
     groups, _, width, columns = problem.shape
     found = tuple(plan(replace(problem, shape=(groups, _PLANNED_ROWS, width, columns))).launches)

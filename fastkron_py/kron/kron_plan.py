@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def families(*names: str) -> Iterator[None]:
     """Multiply by these families of kernels only, inside a ``with`` block, in this thread (and asyncio task).
 
-    It is for comparisons: the default takes what is fastest. It holds for products on one GPU by Triton's backend, but not for gradients,
+    It is for comparisons: the default is the fastest. It holds for products on one GPU by Triton's backend, but not for gradients,
     and not for products of `fastkron_py.distributed`. A product that the families cannot multiply raises a ValueError that says why each
     of them cannot. `kron_plan` prints the families that a product takes.
 
@@ -88,7 +88,7 @@ class Plan(NamedTuple):
     """The launches of a product, in the order in which they run. It prints as a table.
 
     Attributes:
-        problem: what is multiplied, in words.
+        problem: the product, in words.
         launches: see `PlannedLaunch`.
         moves_to_front: each launch stores its modes ahead of all others; else modes stay in place.
         seconds: modelled, on the device.
@@ -102,7 +102,7 @@ class Plan(NamedTuple):
     host_seconds: float | None = None
 
     def __str__(self) -> str:
-        """Return the table, and what was in the way of families without an offer."""
+        """Return the table, and the reasons of families without an offer."""
         how = "modes are moved to the front" if self.moves_to_front else "modes stay in place"
         head = f"{'factors':9}{'steps':24} {'family':16}share  other families, by modelled cost"
         reasons = [f"{name} {why}" for launch in self.launches for name, why in launch.others.items() if isinstance(why, str)]
@@ -256,7 +256,7 @@ def _plan(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device
 
 
 def _priced(problem: Problem, made: planner.Plan, number: int) -> tuple[float, dict[str, float | str]]:
-    """The modelled seconds of a launch where it stands, and how many times that of other families is, or what is in their way."""
+    """The modelled seconds of a launch where it stands, and how many times that of other families is, or their reasons for none."""
     from fastkron_py.kron.families import offers
     from fastkron_py.kron.planner import placed_segment
 

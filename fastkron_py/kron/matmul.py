@@ -26,7 +26,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> No
     """``[I, J] @ [J, K]``, or a batch ``[A, I, J] @ [A, J, K]``, into ``out``; z has as many elements, in their order.
 
     A batch of one is taken as a matrix, since torch has more kernels for one. On a CPU a batch is cut in its `batch_parts`, on a GPU the
-    long sums of half types are cut (`tiling.torch_products`).
+    long sums in half precision are cut (`tiling.torch_products`).
     """
     parts = batch_parts(a, b) if a.ndim == 3 else []
     if len(parts) > 1:
@@ -59,7 +59,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> No
 
 
 def batch_product(a: Tensor, b: Tensor) -> Tensor:
-    """``[A, I, J] @ [A, J, K]`` in new memory, which autograd may record."""
+    """``[A, I, J] @ [A, J, K]`` in new memory, so that autograd may differentiate it."""
     if len(batch_parts(a, b)) < 2:
         return a.bmm(b)
     if wants_gradient((a, b)):

@@ -1,6 +1,6 @@
-"""One mode of a multiply, or its gradient, by torch's matrix products: in place, or by way of copies that these are fast on.
+"""One mode of a multiply, or its gradient, by torch's matrix products: in place, or through copies that these are fast on.
 
-Torch's products of half types are 4 to 10 times faster where sizes and rows are multiples of 16 bytes, and one product of all slices
+Torch's products in half precision are 4 to 10 times faster where sizes and rows are multiples of 16 bytes, and one product of all slices
 takes less than one for each of many runs. So "copying" makes copies of such sizes, with the mode last.
 """
 
@@ -32,7 +32,7 @@ from fastkron_py.tiling.products import arithmetic, sum_launcher
 from fastkron_py.tiling.torch_products import Cut, cut_of, write_parts
 
 BY_TORCH: Final = ("matmul", "copying")  # algorithms
-_UNIT: Final = 8  # elements of half types that take 16 bytes
+_UNIT: Final = 8  # 16-bit floats that take 16 bytes
 _TILE_BYTES: Final = 8192  # of a program's elements
 _TILE_SIDE: Final = 64  # elements of a tile's rows at least, where there are as many
 _GEMM: Final = Gemm(epilogue_axpby, divisible=True)
@@ -159,7 +159,7 @@ def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algo
         alpha: scales the gradient.
         algorithm: one of `BY_TORCH`.
         precision: of float32 products.
-        dtype: of the gradient: that of u, or float32 beside a half dtype.
+        dtype: of the gradient: that of u, or float32 next to a half dtype.
     """
     groups, p, q = u.shape[0], u.shape[2], g.shape[2]
     if algorithm != "matmul":
@@ -220,7 +220,7 @@ def _is_aligned(build: Builder, factor: Tensor) -> bool:
 
 
 def _aligned_factor(build: Builder, factor: Tensor, after: int) -> Tensor:
-    """The factor ``[B, P, Q]`` itself, or an aligned copy where that alone makes a product in place with this tail fast."""
+    """The factor ``[B, P, Q]`` itself, or an aligned copy where that alone makes a product in place with this trailing stride fast."""
     if after == 1 or after % _UNIT or _is_aligned(build, factor):
         return factor
     for t, is_transposed in ((factor, False), (factor.mT, True)):

@@ -1,7 +1,7 @@
 """Dimensions of a tensor contracted by matrices: `mode_matmul`, and products with identities among the factors.
 
-Neighbours in memory that have factors are one Kronecker product. An integer n among the factors of a product stands for I_n, which takes
-no multiply and no memory: ``(I_a (x) F (x) I_b) x`` is one mode of x viewed as ``[a, P, b]``, so identities become dimensions of x beside
+Neighbours in memory that have factors are one Kronecker product. An integer n among the factors is the identity I_n, which takes
+no multiply and no memory: ``(I_a (x) F (x) I_b) x`` is one mode of x viewed as ``[a, P, b]``, so identities become dimensions of x next to
 which the other factors are multiplied where they stand.
 """
 
@@ -50,7 +50,7 @@ def mode_matmul(
     Args:
         x: ``[*]``, of any number of dimensions. A torch tensor, or a NumPy or CuPy array, of a dtype of `kron_matmul`.
         factors: matrices ``[P, Q]`` by dimension; negative dimensions count from the end. Of x's array type, dtype and device. A tuple
-            of dimensions, neighbours or not, stands for one of the product of their sizes, the first one slowest. Dimensions that are
+            of dimensions, neighbours or not, is one dimension of the product of their sizes, the first one slowest. Dimensions that are
             no neighbours in memory take a copy of x. ``[*batch, P, Q]`` has a matrix for each index of x's first dimensions, which then
             have no factors; a batch dimension may be 1.
         sizes: of the result's dimensions for tuples, whose product is Q, by the same tuples; those of x where there are none.

@@ -40,7 +40,7 @@ class Multiply(NamedTuple):
     """``alpha * x @ (F1 (x) ... (x) FN) + beta * z``, or in the left form.
 
     Attributes:
-        factors: for Triton of x's dtype; for torch also of float32 beside a half dtype.
+        factors: for Triton of x's dtype; for torch also of float32 next to a half dtype.
         backend: "triton" or "torch".
         precision: of float32 products.
         left: the form.
@@ -59,7 +59,7 @@ class Multiply(NamedTuple):
 
     def saves(self, x: Tensor, device: torch.device) -> bool:
         """Whether a multiply for gradients is another one, whose intermediate is saved."""
-        if self.backend == "torch" or self._is_of_nothing(x):
+        if self.backend == "torch" or self._is_empty_product(x):
             return False
         from fastkron_py.kron.gradients import cut_of
 
@@ -80,9 +80,9 @@ class Multiply(NamedTuple):
         Returns:
             The result's elements in order, and the intermediate that is saved, if there is one.
         """
-        is_of_nothing = self._is_of_nothing(x)
-        if is_of_nothing or self.backend == "torch":
-            y = self._add_of_nothing(build, x, z) if is_of_nothing else self._add_by_torch(build, x, z)
+        is_empty = self._is_empty_product(x)
+        if is_empty or self.backend == "torch":
+            y = self._add_empty_product(build, x, z) if is_empty else self._add_by_torch(build, x, z)
             if out is not None:
                 build.call(_write, (out, y))
             return y, None
@@ -113,7 +113,7 @@ class Multiply(NamedTuple):
             The result's elements in order.
         """
         shape = self.result_shape(x)
-        z4 = None if self.backend == "torch" or self._is_of_nothing(x) else self._packed(x, cast(build, z, x.dtype))
+        z4 = None if self.backend == "torch" or self._is_empty_product(x) else self._packed(x, cast(build, z, x.dtype))
         if z4 is None:
             y, _ = self.add(build, x, None)
             add_scaling(build, y.view(shape), z, Tensor.div_ if divides else Tensor.mul_)
@@ -139,20 +139,20 @@ class Multiply(NamedTuple):
         alpha, beta = self.scale
         return alpha if isinstance(alpha, Scalar) else 1.0, beta if isinstance(beta, Scalar) else 0.0
 
-    def _is_of_nothing(self, x: Tensor) -> bool:
-        """Whether it is a sum over nothing, or has a result without elements."""
+    def _is_empty_product(self, x: Tensor) -> bool:
+        """Whether the sum has no terms, or the result no elements."""
         return x.numel() == 0 or math.prod(self.result_shape(x)) == 0
 
-    def _add_of_nothing(self, build: Builder, x: Tensor, z: Tensor | None) -> Tensor:
-        """Such a result."""
+    def _add_empty_product(self, build: Builder, x: Tensor, z: Tensor | None) -> Tensor:
+        """Add zeros, or beta * z, for an empty product."""
         shape = self.result_shape(x)
 
-        def of_nothing(x: Tensor, *given: Any) -> Tensor:
+        def empty_product(x: Tensor, *given: Any) -> Tensor:
             *z, beta = given
             return (beta * z[0]).expand(shape).contiguous() if z else x.new_zeros(shape)
 
         operands = (x,) if z is None else (x, z)
-        made: Tensor = build.call(of_nothing, operands, describe(shape, x.dtype), scalars=self._scalars[1:])
+        made: Tensor = build.call(empty_product, operands, describe(shape, x.dtype), scalars=self._scalars[1:])
         return made
 
     def _add_by_torch(self, build: Builder, x: Tensor, z: Tensor | None) -> Tensor:
@@ -198,7 +198,7 @@ class Multiply(NamedTuple):
             dy: like the result.
             x: of the multiply.
             needs: whether dx, and which factor gradients are needed.
-            dtype: of the factor gradients, for Triton: x's, or float32 beside a half dtype.
+            dtype: of the factor gradients, for Triton: x's, or float32 next to a half dtype.
             between: the intermediate that was saved, or None.
             out: where dx shall be, contiguous, where no intermediate was saved; new memory if None.
         """
@@ -228,11 +228,11 @@ class Multiply(NamedTuple):
         (need_x, *need_factors), (_, precision, left, _) = needs, self[1:]
         results = [describe(t.shape, t.dtype) for t in wanted(x, self.factors, need_x, need_factors)]
 
-        def of_nothing(x: Tensor) -> list[Tensor]:
+        def empty_product(x: Tensor) -> list[Tensor]:
             return [x.new_zeros(r.shape, dtype=r.dtype) for r in results]
 
         if dy.numel() == 0 or x.numel() == 0:
-            made = build.call(of_nothing, (x,), *results)
+            made = build.call(empty_product, (x,), *results)
             return [made] if len(results) == 1 else made
         problem = canonical(x, self.factors, left, build.reshape)
         operands, wholes = (problem.pack(dy), problem.x, *problem.factors), (dy, x, *self.factors)
@@ -317,7 +317,7 @@ def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Seq
 
 
 def cast(build: Builder, f: Tensor, dtype: torch.dtype) -> Tensor:
-    """A factor in x's dtype; one of float32 beside an x of a half dtype is copied, in the same order of strides."""
+    """A factor in x's dtype; one of float32 next to an x of a half dtype is copied, in the same order of strides."""
     if f.dtype == dtype:
         return f
     strides = torch.empty_like(f).stride()

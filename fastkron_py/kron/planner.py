@@ -7,7 +7,7 @@ their modes to the front, which reads whole runs of memory and leaves them in or
 narrow x most run first, and which family takes a mode depends on where it stands. The faster plan is taken. Where the host's time counts, a
 plan takes as long as the device or the host, whichever is longer.
 
-Everything is closed-form: no timing, no device, no Triton.
+Everything is an analytical cost model: no timing, no device, no Triton.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Figures(NamedTuple):
     in_place_width: int  # in real numbers, beyond which torch's products may be faster
     most_ordered: int  # launches in place, whose orders are compared
     tie: float  # offers are as good as the best one within this share of its seconds, or a microsecond: models are no better
-    # of x's elements: an intermediate that is saved for a backward pass; of wide factors alone, whose multiply makes intermediates anyway,
+    # of x's elements: an intermediate that is saved for a backward pass; of large factors alone, whose multiply makes intermediates anyway,
     # those of x or the result.
     most_saved: float
 
@@ -118,7 +118,7 @@ def _place_of(problem: Problem, start: int, stop: int, in_place: bool) -> tuple[
 def placed_segment(problem: Problem, start: int, stop: int, place: Place, in_place: bool, is_final: bool) -> Segment:
     """Neighbours start to stop of the factors that are multiplied, at this place.
 
-    A lone launch of all modes leaves them where they are.
+    A single launch of all modes leaves them where they are.
     """
     ps, qs = problem.sides
     is_first, is_last = start == 0 and problem.before == 1, stop == len(ps) and problem.after == 1
@@ -199,7 +199,7 @@ def _search(bids: _Bids) -> list[Draft]:
 
 
 def _unbeaten(drafts: Sequence[Draft]) -> list[Draft]:
-    """The drafts, of which the faster come first, that no other one beats on both the device and the host."""
+    """The drafts that no other one beats on both the device and the host, the faster ones first."""
     found = list[Draft]()
     for draft in drafts:
         if not found or draft.host < found[-1].host:

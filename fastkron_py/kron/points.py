@@ -70,7 +70,7 @@ def _table(places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gathered(t: Tensor, points: Points | None, dim: int) -> Tensor:
-    """The points of dimension -1 or -2, which is the whole grid, in new memory; None stands for all, and copies nothing."""
+    """The points of dimension -1 or -2, which is the whole grid, in new memory; None means all, and copies nothing."""
     return t if points is None else _moved(t, points, False, dim)
 
 

@@ -22,7 +22,7 @@ from fastkron_py.tiling.torch_products import product_dtype, sum_dtype
 
 
 def _prepared(x: Tensor, factors: Sequence[Tensor]) -> tuple[Sequence[Step], list[Tensor]]:
-    """The steps, and the matrix of each, ``[B, P, Q]``: of x's dtype, or of float32 for half types that the CPU does not multiply."""
+    """The steps, and the matrix of each, ``[B, P, Q]``: of x's dtype, or of float32 for 16-bit floats that the CPU does not multiply."""
     steps = steps_of(tuple([(f.shape[1], f.shape[2]) for f in factors]))
     is_wide = all([s.p * s.q >= LIMITS.bfloat16_elements for s in steps])
     dtype = product_dtype(x) if is_wide or not x.is_cpu else torch.float32 if x.dtype in HALF_DTYPES else x.dtype

@@ -1,4 +1,4 @@
-"""Modes multiplied with torch's products, the gradients of their matrices, and small multiplies in few calls, which autograd may record."""
+"""Modes multiplied with torch's products, gradients of their matrices, and small multiplies in few calls, for autograd to differentiate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shapes = Sequence[tuple[int, int]]
 
 # ---- which factors, and where ----------------------------------------------------------------------
 
-WIDEST: Final = 32  # rows or columns of neighbours that are multiplied out: torch's calls take longer than wider products
+WIDEST: Final = 32  # rows or columns of neighbours that are merged: torch's calls take longer than wider products
 
 
 class Step(NamedTuple):
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def steps_of(shapes: tuple[tuple[int, int], ...]) -> tuple[Step, ...]:
-    """Steps of all factors in the order of least work; narrow neighbours are one, and so is a factor of one element with one beside it."""
+    """Steps of all factors in the order of least work; small neighbours are one, and so is a factor of one element with its neighbour."""
     runs = list[tuple[int, int, int, int]]()
     for i, (p, q) in enumerate(shapes):
         first, _, wide_p, wide_q = runs[-1] if runs else (i, i, 1, 1)
@@ -93,7 +93,7 @@ def split(total: Tensor, factors: Sequence[Tensor], needed: Sequence[bool]) -> l
 # ---- one mode, and the gradient of its matrix ------------------------------------------------------
 
 BLOCK_ROWS: Final = 256  # a tall product is split into a batch of these, which torch spreads over threads
-BLOCK_ELEMENTS: Final = 1 << 14  # of a matrix by which blocks are multiplied: larger ones would be packed anew for each
+BLOCK_ELEMENTS: Final = 1 << 14  # of a matrix by which blocks are multiplied: larger ones would be packed again for each
 SUM_BLOCK: Final = 1024  # terms
 FEW: Final = 4  # elements of a matrix that are read in the time in which one of an operand is copied
 
@@ -221,7 +221,7 @@ def _sum_by_onednn(a: Tensor, b: Tensor) -> Tensor | None:
 
 
 # ---- small multiplies ------------------------------------------------------------------------------
-# Calls cost more than the work. Autograd records these operations where gradients are wanted: it calls their derivatives in less time than
+# Calls cost more than the work. Autograd differentiates these operations for gradients: it calls their derivatives in less time than
 # Python does.
 
 SMALL_ELEMENTS: Final = 1 << 20  # of operand and of result
@@ -229,7 +229,7 @@ LEAST_ELEMENTS: Final = 1 << 13  # by which the CPU kernel's gradients take long
 
 
 def is_small(shapes: Shapes, elements: int) -> bool:
-    """Whether a multiply takes products into new memory, which autograd may record and keep: of little, or by one wide factor.
+    """Whether a multiply takes products into new memory, which autograd may differentiate and keep: if small, or by one large factor.
 
     Args:
         shapes: of the factors.
@@ -258,7 +258,7 @@ def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ..
         rows: of x.
         columns: of x.
         shape: of the result.
-        is_transposed: whether factors are ``[Q_i, P_i]``, as the left form has them: autograd would record two transposes.
+        is_transposed: whether factors are ``[Q_i, P_i]``, as the left form has them: autograd would otherwise see two transposes.
     """
     steps = [(s.first, s.last, _small_product(s, rows, columns, is_transposed)) for s in steps_of(tuple(shapes))]
 

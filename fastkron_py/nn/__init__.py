@@ -1,4 +1,4 @@
-"""Layers (`torch.nn.Module`) over the functional room."""
+"""Layers (`torch.nn.Module`) over the functional interface."""
 
 from fastkron_py.gated.activations.registry import Activation, register_activation
 from fastkron_py.gated.api import pack_gated, unpack_gated

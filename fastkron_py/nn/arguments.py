@@ -1,4 +1,4 @@
-"""Argument checks that layers share. Every refusal names the argument, the expectation and the value given."""
+"""Argument checks that layers share. Every error names the argument, the expectation and the value given."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_probability(name: str, value: Any) -> float:
 
 
 def check_pair(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, Any]:
-    """Accept one value, which stands for two, or a pair of them."""
+    """Accept one value, which is used twice, or a pair of them."""
     pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(pair) != 2:
         raise type_error(name, "one value or a pair of them", value)

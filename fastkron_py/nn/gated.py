@@ -51,7 +51,7 @@ class GatedMLP(Configured):
         down_proj: an `nn.Linear`, or its replacement; an adapter or a hook there is called as usual.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong type.
         ValueError: sizes below 1, unknown names.
 
     Example:
@@ -95,7 +95,7 @@ class GatedMLP(Configured):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew, as `nn.Linear` does."""
+        """Sample all parameters again, as `nn.Linear` does."""
         bound = 1 / math.sqrt(self.in_features)
         nn.init.uniform_(self.up_gate_weight, -bound, bound)
         if self.up_gate_bias is not None:

@@ -203,7 +203,7 @@ class KAN(nn.Sequential):
 
 @torch.no_grad()
 def smooth_init_(model: nn.Module, power: float = 2.0) -> nn.Module:
-    """Draw the coefficients of every `PolyKANLinear` in a model anew, those of degree d with a deviation proportional to ``d^-power``.
+    """Sample the coefficients of every `PolyKANLinear` in a model again, those of degree d with a deviation proportional to ``d^-power``.
 
     Outputs keep variance 1, as after `PolyKANLinear.reset_parameters`, where all degrees weigh the same (power 0): there a layer of a high
     degree begins as a rough function, and stays rough where few examples constrain it. Degree 0 weighs as much as degree 1, and of a
@@ -231,7 +231,7 @@ def smooth_init_(model: nn.Module, power: float = 2.0) -> nn.Module:
     layers = [m for m in model.modules() if isinstance(m, PolyKANLinear)]
     if not layers:
         raise value_error("model", "one with PolyKANLinear layers", type_name(model))
-    frequencies = [_frequencies(layer) for layer in layers]  # refused before any layer is drawn
+    frequencies = [_frequencies(layer) for layer in layers]  # an error before any layer is sampled
     for layer, each in zip(layers, frequencies, strict=True):
         shares = each.clamp(min=1) ** -power
         scale = 1 / torch.sqrt(layer.in_features * (shares.square() * layer._mean_squares()).sum())

@@ -1,4 +1,4 @@
-"""The common parts of layers of polynomial Kolmogorov-Arnold networks: a basis, its range, and how coefficients are drawn."""
+"""The common parts of layers of polynomial Kolmogorov-Arnold networks: a basis, its range, and how coefficients are sampled."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class EdgeFunctions(Configured):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the coefficients anew; a bias becomes 0, and a running range is set by the next batch."""
+        """Sample the coefficients again; a bias becomes 0, and a running range is set by the next batch."""
         if is_materialized(self.coefficients):
             inputs = math.prod(self.coefficients.shape[2:])
             self.coefficients.normal_(0.0, 1 / math.sqrt(inputs * float(self._mean_squares().sum())))
@@ -152,7 +152,7 @@ class EdgeFunctions(Configured):
         self.set_range(low, high)
 
     def _check(self, x: Any) -> None:
-        """Refuse what is no tensor of real numbers; layers refuse other shapes than theirs."""
+        """Raise an error for anything but a tensor of real numbers; layers check the shape."""
         if not isinstance(x, Tensor):
             raise type_error("x", "a torch tensor", type_name(x))
         if not x.is_floating_point():
@@ -168,9 +168,9 @@ class EdgeFunctions(Configured):
         The host does not read the numbers.
         """
         if self.low is None or self.high is None:
-            return None  # torch.export refuses a region without gradients that has no result; so do writes, below
+            return None  # torch.export rejects a region without gradients that has no result; so do writes, below
         with torch.no_grad():
-            wide = torch.promote_types(self.low.dtype, torch.float32)  # half types cannot hold the difference of their largest numbers
+            wide = torch.promote_types(self.low.dtype, torch.float32)  # 16-bit floats cannot hold the difference of their largest numbers
             running = torch.stack([self.low, self.high]).to(wide)
             if not self.training or x.numel() == 0:
                 return running, None

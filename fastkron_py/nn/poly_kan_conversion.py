@@ -97,7 +97,7 @@ class SplineKANLinear(PolyKANLinear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw both branches anew, each with half of the outputs' variance; a bias becomes 0, every range grid_range."""
+        """Sample both branches again, each with half of the outputs' variance; a bias becomes 0, every range grid_range."""
         super().reset_parameters()
         if "base_weight" not in self._parameters:  # called by the constructor of PolyKANLinear
             return
@@ -128,7 +128,7 @@ class SplineKANLinear(PolyKANLinear):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
         self._check(x)
-        wide = torch.promote_types(x.dtype, torch.float32)  # of half types x and its centre may lie further apart than they can hold
+        wide = torch.promote_types(x.dtype, torch.float32)  # in half precision x and its centre may lie further apart than it can hold
         splines = super().forward(((x.to(wide) - self.centre.to(wide)) * self.scale.to(wide)).to(x.dtype))
         return splines + torch.nn.functional.linear(self.base_activation(x), self.base_weight)
 
@@ -208,7 +208,7 @@ def from_efficient_kan(
     Raises:
         TypeError: source is neither, or lacks a part.
         ValueError: shapes that do not fit, an order other than 1 to 3, or a grid that is not uniform (efficient-kan's ``update_grid``
-            makes such grids unless its ``grid_eps`` is 1); a frozen scaler with trained weights, or the other way round; a module that
+            makes such grids unless its ``grid_eps`` is 1); a frozen scaler with trained weights, or the reverse; a module that
             `from_chebykan` rejects.
 
     Example:
@@ -313,7 +313,7 @@ def _converted(module: nn.Module, memo: dict[int, Any]) -> PolyKANLinear | None:
 
 
 def _taken_over(layer: _Layer, module: nn.Module, memo: dict[int, Any]) -> _Layer:
-    """The layer with a module's mode and copies of its hooks; a property that it cannot have is refused."""
+    """The layer with a module's mode and copies of its hooks; a property that it cannot have raises an error."""
     if "forward" in module.__dict__:
         raise value_error("source", "a layer with its class's forward", "one of its own")
     if any(getattr(module, name) for name in _STATE_HOOKS):
@@ -328,7 +328,7 @@ def _taken_over(layer: _Layer, module: nn.Module, memo: dict[int, Any]) -> _Laye
 
 
 def _check_own_parameters(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Refuse parameters of these layers that other modules have too: converted, they would be trained apart."""
+    """Raise an error for parameters of these layers that other modules have too: converted, they would be trained apart."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

@@ -18,7 +18,7 @@ from fastkron_py.runtime.backend import backend
 from fastkron_py.runtime.checks import check_integer, check_real_dtype
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
-torch.fx.wrap("linear_rational")  # torch.fx records calls of these, and does not look into them
+torch.fx.wrap("linear_rational")  # torch.fx traces calls of these, and does not look into them
 torch.fx.wrap("_of_features")
 
 
@@ -204,7 +204,7 @@ class GroupRational(NotScriptable, Configured):
         return {"version": find_denominator(self.version).without_noise.name, "degrees": list(self.degrees)}
 
     def extra_repr(self) -> str:
-        """Describe the layer, after the manner of torch's own."""
+        """Text of the layer, like those of torch's own layers."""
         shared = ", share_numerator=True" if len(self.numerator) < self.num_groups else ""
         noise = f", noise={self.noise}" if find_denominator(self.version).is_noisy else ""
         text = f"{self.num_features}, num_groups={self.num_groups}, degrees={self.degrees}, version={self.version!r}, init={self.init!r}"

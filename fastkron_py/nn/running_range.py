@@ -37,8 +37,8 @@ class RecentBounds:
     """Bounds of a layer's recent training batches. A copy of the layer, or one that is loaded, has none.
 
     Attributes:
-        handle: a number ``[]`` by which the operator finds these calls. As a tensor on the CPU: graphs are not compiled anew for the
-            next layer, and nothing waits for a GPU. Drawn at random, since a graph may be run by another process, with layers of its own.
+        handle: a number ``[]`` by which the operator finds these calls. As a tensor on the CPU: graphs are not compiled again for the
+            next layer, and nothing waits for a GPU. Chosen at random, since a graph may be run by another process, with layers of its own.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class RecentBounds:
 
         Without a host's look at the numbers.
         """
-        after = moved(running, own, momentum)  # in the graph: of a number among an operator's arguments, graphs are compiled anew
+        after = moved(running, own, momentum)  # in the graph: of a number among an operator's arguments, graphs are compiled again
         if torch.compiler.is_compiling() and not _is_exporting():  # an exported graph is no part of this layer
             bounds, after = torch.ops.fastkron.running_range(own, running, after, self.handle)
             return bounds, after

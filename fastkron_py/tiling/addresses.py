@@ -272,7 +272,7 @@ def load_factor(
     elements. Its transpose is that of their conjugate transpose.
 
     ptrs, strides: one pointer and one (batch, row, column) stride triple for each factor.
-    SHAPES: (P_i, Q_i) of each factor. The neighbours are multiplied out here, element by element.
+    SHAPES: (P_i, Q_i) of each factor. The neighbours are merged here, element by element.
     CONJ: whether complex ones are conjugated.
     """
     row, column = tl.arange(0, BLOCK_P * PARTS)[:, None], tl.arange(0, BLOCK_Q * PARTS)[None, :]

@@ -1,7 +1,7 @@
-"""Times of torch's matrix products on a CPU, by BLAS and by oneDNN, in closed form: functions of shapes and of a few figures.
+"""Modelled times of torch's matrix products on a CPU, by BLAS and by oneDNN: functions of shapes and of a few constants.
 
-The figures (`figures.json`) are nanoseconds of one core in float32, fitted to measurements on an AVX-512 CPU with MKL;
-docs/how_it_works/cpu.md has them. Only their ratios matter: they choose between ways to do the same.
+The constants (`figures.json`) are nanoseconds of one core in float32, fitted to measurements on an AVX-512 CPU with MKL;
+docs/how_it_works/cpu.md describes the model. Only their ratios matter, because they choose between products of equal results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ONEDNN_TERMS: Final = 4096  # at most: its sums round more than BLAS's
 
 
 class Blas(NamedTuple):
-    """Figures of BLAS."""
+    """Constants of BLAS."""
 
     call: float  # a call into torch, with its views
     multiply_add: float  # see the module
@@ -33,14 +33,14 @@ class Blas(NamedTuple):
 
 
 class OneDNN(NamedTuple):
-    """Figures of products of float32 in oneDNN, where that is faster than BLAS (`torch_internals.onednn_product`)."""
+    """Constants of products of float32 in oneDNN, where that is faster than BLAS (`torch_internals.onednn_product`)."""
 
     call: float  # as of BLAS
     multiply_add: float  # as of BLAS. Zen 5 multiplies 512 bits at once, Zen 4 256.
     element: float  # as of BLAS
     matrix: float  # more for an element of F in F^T @ X, which is copied
     fresh: float  # more for an element of a result in memory that is new and larger than the cache,
-    fresh_elements: int  # which has room for this number
+    fresh_elements: int  # which holds this number
     least_work: int = 0  # multiply-adds from which it is taken: on Zen 4 the gain is small
     most_written: float = math.inf  # elements of a result, in new memory, up to which it is
 

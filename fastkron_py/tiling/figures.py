@@ -1,6 +1,6 @@
 """What was measured of the kernels of linear layers, KAN layers, rational functions and adapters, and of products on CPUs.
 
-`figures.json` has a section for each planner, which is the planner's record; its "fitted" says on what, and by which benchmarks.
+`figures.json` has a section for each planner, whose key "fitted" names the machine and the benchmarks.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ _SECTIONS: Final = json.loads(Path(__file__).with_name("figures.json").read_text
 
 
 def figures(section: str) -> dict[str, Any]:
-    """The figures of a section, by name."""
+    """The constants of a section, by name."""
     return {name: value for name, value in _SECTIONS[section].items() if name != "fitted"}

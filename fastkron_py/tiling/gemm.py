@@ -1,7 +1,7 @@
 """The main loop of a linear layer, ``a [M, K] @ b [N, K]^T``, with prologue and epilogue passed in.
 
 Programs are persistent: each takes every num_programs-th tile, in one flattened loop over tiles and blocks of K. So the next tile's loads
-are under way during a tile's epilogue. Every operand and every result is a tensor descriptor (made on the host; the GPU's copy engine
+are in flight during a tile's epilogue. Every operand and every result is a tensor descriptor (made on the host; the GPU's TMA
 fetches its boxes) or a pointer to a matrix whose rows are runs of memory: the functions below ask which. `tiling/gemm_launch.py` makes
 them and launches; `tiling/gemm_config.py` chooses blocks. An operator passes in:
 
@@ -16,7 +16,7 @@ them and launches; `tiling/gemm_config.py` chooses blocks. An operator passes in
 
 PAIRS says whether rows of b belong together in twos: "" (no: second is first) or "stacked" (row i of b and row i of b2, both
 ``[N / 2, K]``, anywhere in memory). Then first and second are the two sums of each pair, and columns is N / 2.
-A tile is finished in PARTS pieces one beside the other, which bounds registers and the shared memory that stores pass through.
+A tile's epilogue runs in PARTS parts, one after the other, which bounds registers and the shared memory that stores pass through.
 
 tensors is a tuple of tensors that PROLOGUE and EPILOGUE may read, PARAMS a tuple of constants, VALUE and SLOPE jit functions for
 EPILOGUE, which finds further ones, `functions`, behind the tensors, and behind these the launch's

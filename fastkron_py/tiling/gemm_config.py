@@ -1,4 +1,4 @@
-"""Launches of the linear layers' main loop: block sizes, by a closed form."""
+"""Launches of the linear layers' main loop: block sizes, by an analytical cost model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class GemmSizes(NamedTuple):
     depth: int
     itemsize: int  # bytes of an operand
     passes: int  # over the tensor cores: 3 for float32-class
-    stored: int  # bytes that a column of the product has stored, and read beside it, when it is finished
+    stored: int  # bytes that the epilogue stores for a column of the product, and reads with it
     paired: bool
     gpu: GPU
     has_descriptors: bool  # operands have descriptors, as on Hopper GPUs
-    beside: bool = False  # two launches overlap, and registers have room for programs of both
+    beside: bool = False  # two launches overlap, and programs of both fit in registers
 
 
 class GemmTile(NamedTuple):
@@ -34,7 +34,7 @@ class GemmTile(NamedTuple):
     block_k: int
     warps: int
     stages: int
-    parts: int = 1  # that a tile is finished in
+    parts: int = 1  # of a tile's epilogue
     group: int = 8  # rows of tiles that are in flight together
     programs: int = 1  # on a multiprocessor
 
@@ -48,7 +48,7 @@ class GemmSpan(NamedTuple):
 
 
 def shared_memory(tile: GemmTile, sizes: GemmSizes) -> int:
-    """Bytes of a program, about: blocks in flight, and the staging buffer of a part that is finished."""
+    """Bytes of a program, about: blocks in flight, and the staging buffer of a part of the epilogue."""
     blocks = (tile.block_m + tile.block_n) * tile.block_k * sizes.itemsize * tile.stages
     stored = 4 * tile.parts if sizes.gpu.has_staged_sums and tile.parts > 1 else sizes.stored
     return blocks + tile.block_m * tile.block_n // tile.parts * stored + OF.barriers
@@ -70,9 +70,9 @@ _Known = tuple[tuple[GemmTile, float], ...]
 
 
 class Measured(NamedTuple):
-    """Figures of the main loop: `figures.json` has them.
+    """Constants of the main loop: `figures.json` has them.
 
-    A table has tiles, the largest first, with the fewest parts that they are finished in, and the share of the first one's rate that a
+    A table has tiles, the largest first, with the fewest parts of their epilogues, and the share of the first one's rate that a
     multiprocessor reaches with them.
     """
 
@@ -98,7 +98,7 @@ class Measured(NamedTuple):
 
 
 def _read(value: Any) -> Any:
-    """A figure, a tile, or tiles with their rates."""
+    """A constant, a tile, or tiles with their rates."""
     if not isinstance(value, list):
         return value
     return tuple([_read(each) for each in value]) if isinstance(value[0], list) else GemmTile(*value)
@@ -113,7 +113,7 @@ def tiles(tile: GemmTile, rows: int, columns: int) -> int:
 
 
 def _fitted(tile: GemmTile, sizes: GemmSizes) -> GemmTile:
-    """No block much larger than its side of the product; as few parts, and as many stages, as shared memory has room for."""
+    """No block much larger than its side of the product; as few parts, and as many stages, as fit in shared memory."""
     least = NARROWEST * (2 if sizes.paired else 1)
     sides = (tile.block_m, sizes.rows, NARROWEST), (tile.block_n, sizes.columns, least), (tile.block_k, sizes.depth, NARROWEST)
     block_m, block_n, block_k = (min(block, max(narrowest, next_power_of_two(size))) for block, size, narrowest in sides)
@@ -128,7 +128,7 @@ def _fitted(tile: GemmTile, sizes: GemmSizes) -> GemmTile:
 
 
 def _known(sizes: GemmSizes) -> _Known:
-    """The tiles that leave room for the next step's blocks beside this one's; the smallest in any case."""
+    """The tiles with which the next step's blocks fit too; the smallest in any case."""
     known = _by_rate(sizes)
     return (*[each for each in known[:-1] if _fitted(each[0], sizes).stages > 1], known[-1])
 
@@ -161,7 +161,7 @@ def gemm_tile(sizes: GemmSizes) -> GemmTile:
 
 
 def _fits_beside(tile: GemmTile, first: GemmSizes, last: GemmSizes) -> bool:
-    """Whether a program of the last columns can run beside one of the first tile; with fewer rows, a product waits for the weight."""
+    """Whether a program of the last columns can run with one of the first tile; with fewer rows, a product waits for the weight."""
     if not first.beside or tile is not OF.half[0][0] or first.rows <= tile.block_m:
         return False
     return shared_memory(_fitted(tile, first), first) + shared_memory(_fitted(OF.beside[0], last), last) <= first.gpu.shared_memory

@@ -123,7 +123,7 @@ def takes_descriptor(build: Builder, t: Tensor) -> bool:
 def _pair(build: Builder, b: Tensor, b2: Tensor) -> tuple[Operand, bool]:
     """(both as one operand ``[2, R, C]``, whether b2 comes first there), of matrices of the same strides anywhere in memory."""
     operand = _operand(build, b)
-    # The stride from one to the other is an ordinary one to the copy engine, which asks for no common allocation.
+    # The stride from one to the other is an ordinary one to TMA, which needs no common allocation.
     order = build.order(b, b2) if operand.has_descriptor and takes_descriptor(build, b2) else 0
     return operand._replace(has_descriptor=order != 0), order < 0
 
@@ -284,7 +284,7 @@ def add_gemm(
         tensors: further ones that prologue and epilogue read.
         scalars: alpha and beta of the epilogue.
         precision: of float32 products, "highest" (three-pass TF32) or less (TF32).
-        choose: from the sizes to blocks; None is the closed form, which may divide the columns between two launches.
+        choose: from the sizes to blocks; None is the cost model's choice, which may divide the columns between two launches.
         b2: ``[N / 2, K]`` for "stacked" pairs, in memory of b's or of its own: of two inputs an operator's `places` tell the order.
     """
     a = add_rowwise(build, a)

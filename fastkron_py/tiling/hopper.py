@@ -1,7 +1,7 @@
 """Device code that large products on Hopper GPUs share, in Gluon: layouts, copies, products in parts, and a ring of operands.
 
 The ring lies between warpgroups with one trade each: a producer, and two that multiply.
-The producer computes one operand and has the copy engine bring the other. The two that multiply hold 64 rows of a tile of sums each, and do
+The producer computes one operand and starts TMA copies of the other. The two that multiply hold 64 rows of a tile of sums each, and do
 nothing but products of tiles that are ready. Each of the ring's buffers has two barriers in shared memory: products wait for
 "full", the producer for "empty"; nobody waits for all others. There is no fourth trade, for copies:
 each thread of 16 warps would begin with 128 registers, which a sum of 64 x 256 alone takes.

@@ -47,7 +47,7 @@ def arithmetic(dtype: torch.dtype, precision: str, given: bool) -> Arithmetic:
 
 
 def half_precision() -> str:
-    """Return the name of the precision of products of given numbers in any half type."""
+    """Return the name of the precision of products of given 16-bit floats."""
     return arithmetic(torch.bfloat16, "highest", given=True).precision
 
 
@@ -68,7 +68,7 @@ def product(a, b, low, acc, PRECISION: tl.constexpr, MADE: tl.constexpr):
     """``acc + a @ b``, as `dot`; or, for "split" and "cut", in TF32 with operands that are shared memory's as they are.
 
     "split": three passes, low being the low half of b; a tensor core cuts both halves off by itself. "tf32x3": the same where low is not
-    prepared. "cut": one pass, in which both are cut off, but for a left operand that is MADE in registers and costs nothing to round.
+    prepared. "cut": one pass, in which both are cut off, but for a left operand that is MADE in registers and is rounded at no cost.
 
     Products of three passes are added to acc by float32 additions: tensor cores cut their sums off instead of rounding, by which long sums
     fall short.

@@ -1,6 +1,6 @@
 """Products of two matrices by torch: on a CPU by oneDNN or BLAS, on GPUs with long sums in parts; sums over rows, and slices of tensors.
 
-cuBLAS splits the sums of a product whose result is small. From compute capability 9.0 on its split products of half types leave out the
+cuBLAS splits the sums of a product whose result is small. From compute capability 9.0 on its split products of 16-bit floats leave out the
 last terms of some sums: on an H200, of up to 8 in 1,000 products of more than 2,560 terms, whatever the dtype of the result. Its batches
 do not. So long sums are cut here: a batch of products, whose results in float32 are added up.
 """
@@ -30,7 +30,7 @@ def _onednn_product(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def has_onednn(x: Tensor) -> bool:
-    """Whether plans count on oneDNN for products of tensors like x, half types in float32: not on Zen 4, where few are faster."""
+    """Whether plans count on oneDNN for products of tensors like x, 16-bit floats in float32: not on Zen 4, where few are faster."""
     return _onednn_product(x) is not None and zen() != 4
 
 
@@ -40,7 +40,7 @@ def threads(x: Tensor) -> int:
 
 
 def by_onednn(a: Tensor, b: Tensor, is_last: bool) -> Tensor | None:
-    """``[I, J] @ [J, K]`` in new memory; None where BLAS takes less time, a matrix has gaps, or autograd is to record the product.
+    """``[I, J] @ [J, K]`` in new memory; None where BLAS takes less time, a matrix has gaps, or autograd is to differentiate the product.
 
     Args:
         a: the operand; or the factor transposed.
@@ -69,7 +69,7 @@ def batch_parts(a: Tensor, b: Tensor) -> list[slice]:
     """The parts of a batch of products, ``[A, I, J] @ [A, J, K]``, that take the least time one after the other: mostly one.
 
     BLAS on a CPU gives each thread whole products: three of them on two threads take as long as four. So the last products of a small
-    batch of large ones are parts of their own, which all threads share. Half types are oneDNN's, which shares out a batch by itself.
+    batch of large ones are parts of their own, which all threads share. 16-bit floats are oneDNN's, which shares out a batch by itself.
     """
     count, sharing, work = a.shape[0], threads(a), a.shape[1] * a.shape[2] * b.shape[2]
     left = count % sharing
@@ -79,7 +79,7 @@ def batch_parts(a: Tensor, b: Tensor) -> list[slice]:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which x is multiplied: x's, or float32 for half types that the CPU has no instructions for."""
+    """The dtype in which x is multiplied: x's, or float32 for 16-bit floats that the CPU has no instructions for."""
     if x.device.type != "cpu" or x.dtype not in HALF_DTYPES:
         return x.dtype
     return x.dtype if x.dtype == torch.bfloat16 and torch_internals.multiplies_bfloat16() else torch.float32
@@ -103,7 +103,7 @@ def linear(x: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total [I, K] += a [I, J] @ b [J, K]``; total may be of float32 beside half types."""
+    """``total [I, K] += a [I, J] @ b [J, K]``; total may be of float32 for operands in half precision."""
     found = by_onednn(a, b, True)
     if found is None and total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -181,7 +181,7 @@ def _write(multiply: Callable[..., Tensor], a: Tensor, b: Tensor, out: Tensor) -
 
 
 def by_parts(a: Tensor, b: Tensor) -> Tensor | None:
-    """``a @ b`` in float32, on a GPU; None if its sum is not cut, or torch is to record it, to transform it or to compile it."""
+    """``a @ b`` in float32, on a GPU; None if its sum is not cut, or torch is to differentiate, transform or compile it."""
     found = cut_of(a, b) if a.is_cuda else None
     if found is None or wants_gradient((a, b)) or transforms_active() or torch.compiler.is_compiling():
         return None

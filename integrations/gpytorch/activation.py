@@ -80,7 +80,7 @@ def _evaluate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 
 @functools.cache
 def _places() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
-    """The hooked functions: owner, name, and what is called with the original before the arguments."""
+    """The hooked functions: owner, name, and the function that is called with the original before the arguments."""
     places: tuple[tuple[type, str, Callable[..., Any]], ...] = (
         (KroneckerProductLinearOperator, "__init__", _construct),
         (InterpolatedLinearOperator, "_matmul", interpolation.matmul),
@@ -167,7 +167,7 @@ class use_fastkron:  # noqa: N801
 
     In force from the call on: to the end of the ``with`` block, during the decorated function's calls, or, as a plain
     call, until `close` of the returned object or the end of the thread. It holds for this thread (and asyncio task) only,
-    and nests. Operators that models make meanwhile keep their way of multiplying, so that a backward pass may come
+    and nests. Operators that models make meanwhile keep their class, so that a backward pass may come
     later; so do predictions that a model has cached, until it forgets them. Models without Kronecker products are not touched.
 
     Where gpytorch or linear_operator is of a version that was not tested with this package, a warning names the range and

@@ -64,7 +64,7 @@ def structured(operator: LinearOperator) -> Solvable | None:
 
 
 def _is_large(operator: Any) -> bool:
-    """Whether an operator is of so many rows of a grid that their Cholesky factor is not the first choice."""
+    """Whether an operator has too many rows of a grid for their Cholesky factor to be the first choice."""
     return isinstance(operator, MaskedLinearOperator) and operator.shape[-1] > settings.max_cholesky_size.value()
 
 

@@ -184,7 +184,7 @@ Run = list[Part]
 
 
 def check_operand(parts: Parts, rhs: Tensor, name: str) -> None:
-    """Refuse operands that differ from a factor in dtype or device.
+    """Raise an error for operands that differ from a factor in dtype or device.
 
     Raises:
         TypeError: another dtype.
@@ -200,7 +200,7 @@ def check_operand(parts: Parts, rhs: Tensor, name: str) -> None:
 
 
 def runs_of(parts: Sequence[Part]) -> list[Run]:
-    """Neighbours of one kind, dense factors and identities together; every other part by itself."""
+    """Neighbours of one class, dense factors and identities together; every other part by itself."""
     runs: list[Run] = []
     for part in parts:
         joins = part.kind in ("dense", "identity")

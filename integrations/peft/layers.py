@@ -26,7 +26,7 @@ def use_fastkron(model: nn.Module) -> Applied:
     """Let the LoKr layers of a PEFT model compute with `fastkron_py.lokr_linear`, which builds no weight.
 
     Modules, parameters, their names and their memory stay as they are, and so do saving, merging, `disable_adapter`, several
-    adapters, and rank and module dropout. Adapters that are added to the same layers later compute in the same way. Layers that
+    adapters, and rank and module dropout. Adapters that are added to the same layers later use it too. Layers that
     PEFT makes later do not: call it again.
 
     Args:
@@ -83,7 +83,7 @@ class FastLoKr(Replacement):
 
 
 def _is_left_out(rate: float) -> bool:
-    """Module dropout, drawn as PEFT draws it, also for a rate of 0: the same numbers from the same seed."""
+    """Module dropout, sampled as PEFT samples it, also for a rate of 0: the same numbers from the same seed."""
     drawn = torch.rand(1)
     return rate > 0 and bool(drawn <= rate)
 

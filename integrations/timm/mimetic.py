@@ -25,7 +25,7 @@ def _near_identity(noise: float, diagonal: float, shape: tuple[int, ...], like: 
 def balanced_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Factors ``L [..., d, rank]`` and ``R [..., d, rank]`` with ``L @ R.mT`` (nearly) the best approximation of that rank.
 
-    With ``matrix = U S V^T`` they are ``U sqrt(S)`` and ``V sqrt(S)``, cut off. Where the rank is small beside d, the leading part
+    With ``matrix = U S V^T`` they are ``U sqrt(S)`` and ``V sqrt(S)``, cut off. Where the rank is small compared with d, the leading part
     of the decomposition is found from random directions (Halko, Martinsson and Tropp), which is several times faster.
 
     Args:

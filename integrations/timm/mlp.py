@@ -15,7 +15,7 @@ from fastkron_py.nn.modules import is_hooked, is_plain
 from fastkron_py.rational.api import layer_norm_rational, rational_linear
 from fastkron_py.runtime.errors import type_name, value_error
 
-# torch.fx, with which features are extracted, records calls of these, and does not look into them.
+# torch.fx, with which features are extracted, traces calls of these, and does not look into them.
 torch.fx.wrap("layer_norm_rational")
 torch.fx.wrap("rational_linear")
 
@@ -53,7 +53,7 @@ class KATMlp(GRKAN):
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a norm_layer; two biases that differ; a value that `GRKAN` refuses.
+        ValueError: a norm_layer; two biases that differ; a value that `GRKAN` rejects.
 
     Example:
         >>> KATMlp(192, 768)(torch.randn(2, 197, 192)).shape

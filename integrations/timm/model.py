@@ -48,7 +48,7 @@ class KATVisionTransformer(VisionTransformer):  # type: ignore[misc]
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: an unknown weight_init; an mlp_layer or act_layer; a value that `KATMlp` refuses.
+        ValueError: an unknown weight_init; an mlp_layer or act_layer; a value that `KATMlp` rejects.
 
     Example:
         >>> model = KATVisionTransformer(img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=4, num_classes=10)

@@ -42,7 +42,7 @@ def added(projections: tuple[Any, ...], x: Tensor, swap: bool) -> Tensor | None:
 
 
 def _factors(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """``[..., R]`` and ``[H, R]``, the product of which the module's active adapters add, in the dtype of x."""
+    """``[..., R]`` and ``[H, R]``, whose product the module's active adapters add, in the dtype of x."""
     base = base_of(module)
     narrow, wide = [x.new_empty(*x.shape[:-1], 0)], [x.new_empty(base.out_features, 0)]
     if base is not module and not (module.merged or module.disable_adapters):

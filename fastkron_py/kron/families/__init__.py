@@ -2,7 +2,7 @@
 
 A family makes offers for neighbouring factors, which `planner` chooses from, and launches those that are chosen. It is plain Python: its
 kernels, and what launches them, are imported by the functions that need them. A file that is put here is a family, and no other file
-lists it: docs/how_it_works/kernels.md adds one.
+lists it: docs/how_it_works/add_a_family.md adds one.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Family(Protocol):
     def moves_to_front(self) -> bool: ...  # noqa: D102
 
     def refusal(self, problem: Problem) -> str | None:
-        """Return what is in the way of any offer: a GPU, a dtype, or where x lies."""
+        """Return why there is no offer at all: a GPU, a dtype, or where x lies."""
 
     def offers(self, segment: Segment) -> list[Offer] | str:
-        """Return launches of all of a segment, each with its modelled seconds, or what is in the way."""
+        """Return launches of all of a segment, each with its modelled seconds, or the reason why there are none."""
 
     def launch_configs(self, problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
         """Return the configurations of a launch in order of preference."""
@@ -79,7 +79,7 @@ class GradientFamily(Protocol):
     def gradient_order(self) -> int: ...  # noqa: D102
 
     def gradient_offers(self, problem: GroupProblem) -> list[GradientOffer] | str:
-        """Return launches of a group's gradients and, of a fused group, its dx, each with its modelled seconds; or what is in the way."""
+        """Return launches of a group's gradients and, of a fused group, its dx, each with its modelled seconds; or why there are none."""
 
 
 @lru_cache(maxsize=1)
@@ -91,7 +91,7 @@ def gradient_families() -> tuple[GradientFamily, ...]:
 
 
 def gradient_offers(problem: GroupProblem) -> dict[str, list[GradientOffer] | str]:
-    """Return the offers of all families for a group, by name, or what is in their way."""
+    """Return the offers of all families for a group, by name, or their reasons for none."""
     return {family.name: family.gradient_offers(problem) for family in gradient_families()}
 
 
@@ -101,7 +101,7 @@ def family_of(launch: Launch) -> Family:
 
 
 def offers(segment: Segment) -> dict[str, list[Offer] | str]:
-    """Return the offers of the families that may make some, by name, or what is in their way."""
+    """Return the offers of the families that may make some, by name, or their reasons for none."""
     problem = segment.problem
     return {family.name: family.refusal(problem) or family.offers(segment) for family in asked(problem)}
 

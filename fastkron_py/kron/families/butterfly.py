@@ -3,7 +3,7 @@
 A tile is 2^T elements of one row or several, and bit i of an index is the same in all phases. A phase says which thread has which element,
 and the modes that it multiplies before elements change threads: its registers hold these whole.
 
-Closed-form: no timing, no device, no Triton.
+An analytical cost model: no timing, no device, no Triton.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Figures(NamedTuple):
 
     least_tile: int  # bits
     widest: int  # order m of a matrix in registers that tensor cores multiply with
-    most_bits: Mapping[int, int]  # of transformed rows, by bytes of an element; longer half types would leave the next row no room
+    most_bits: Mapping[int, int]  # of transformed rows, by bytes of an element; beyond, no registers are left for the next row
     few_values: int  # bits of a thread's elements,
     more_values: int  # of large tiles, where that saves an exchange, and of wide matrices:
     large: int  # bits of a tile, and
     narrow: int  # the widest matrix that is not wide
     longest: Mapping[int, int]  # bits of a row of small factors, by bytes of an element
     values: Mapping[int, int]  # bits of a thread's elements there
-    least_bits: int  # of such a row: shorter ones are one factor of the other kernels, multiplied out
-    large_tile: int  # bits that leave room for few tiles on a multiprocessor
+    least_bits: int  # of such a row: shorter ones are one merged factor of the other kernels
+    large_tile: int  # bits with which few tiles fit on a multiprocessor
     light_products: int  # sums of products for an element that memory hides,
     light_large_products: int  # in large tiles too
 
@@ -141,7 +141,7 @@ def takes_transform(m: int, bits: int, itemsize: int, shared_memory: int) -> boo
         itemsize: bytes of an element.
         shared_memory: bytes that a program can have.
     """
-    if m > 1 and (m > OF.widest or itemsize != SINGLE or bits < VECTOR[SINGLE]):  # half types: two factors on tensor cores are faster
+    if m > 1 and (m > OF.widest or itemsize != SINGLE or bits < VECTOR[SINGLE]):  # half precision: two factors on tensor cores are faster
         return False
     row = bits + (m - 1).bit_length()
     return row <= OF.most_bits[itemsize] and max(SINGLE, itemsize) << max(OF.least_tile, row) <= shared_memory
@@ -231,7 +231,7 @@ def takes_small_factors(ps: Sequence[int], qs: Sequence[int], itemsize: int) -> 
 
 
 def quantities(mode: Mode, ps: Sequence[int]) -> dict[str, float]:
-    """Those of a launch: memory hides the products of light tiles, and large ones leave room for few on a multiprocessor."""
+    """Those of a launch: memory hides the products of light tiles, and of large ones few fit on a multiprocessor."""
     products, is_large = sum(ps), sum([_width(p) for p in ps]) >= OF.large_tile
     is_heavy = products > (OF.light_large_products if is_large else OF.light_products)
     moved = mode.moves(1, 1)["bytes"]
@@ -276,7 +276,7 @@ def _bits_of(groups: Sequence[Group]) -> set[int]:
 
 
 def _beside_vectors(left: Sequence[Group], vector: int, values: int) -> list[Group]:
-    """Groups that registers hold beside 16 bytes of neighbours: those that share their bits, then the highest; lanes have the others."""
+    """Groups that registers hold next to one 16-byte vector: those that share its bits, then the highest; lanes have the others."""
     taken = [group for group in left if group.low < vector]
     if len(set(range(vector)) | _bits_of(taken)) > vector + 1:
         taken = []
@@ -321,7 +321,7 @@ def takes(dtype: torch.dtype, gpu: GPU) -> bool:
 
 
 def refusal(problem: Problem) -> str | None:
-    """What is in the way of any launch."""
+    """Why there is no launch at all."""
     if takes(problem.dtype, problem.gpu) and (problem.itemsize == DOUBLE or problem.precision == "highest"):
         return None
     return "takes float32 in full precision and float64, on GPUs that it was timed on"

@@ -37,7 +37,7 @@ SINGLE_WIDTH: Final = 2 * CHAIN_WIDTH
 MOST_WARPS: Final = 16  # of a multiprocessor, as registers allow
 THREAD_ELEMENTS: Final = 64  # of a tile that a thread can hold
 # Elements of a tile. With products by single warps, whose sums are made a few rows at a time, it can take half of all registers. The factor
-# is in registers too, which leaves room for this width.
+# is in registers too, in which this width fits.
 WARP_TILE: Final = MOST_WARPS * 32 * THREAD_ELEMENTS
 WARP_WIDTH: Final = 16
 WARP_ROWS: Final = DOT_SIDE
@@ -45,7 +45,7 @@ WARP_ROWS: Final = DOT_SIDE
 # multiprocessor well.
 WIDEST_TILE: Final = WARP_TILE // 2
 TILE: Final = WIDEST_TILE * 4 // MOST_WARPS
-# Widths up to which the register-resident kernel's neighbours are multiplied out; each gives a candidate.
+# Widths up to which the register-resident kernel's neighbours are merged; each gives a candidate.
 CHAINED_MERGES: Final = (16, 64)
 # TF32 holds float16 and bfloat16 exactly, and its truncated sums have more bits than bfloat16.
 _ROUND: Final = {"float32": 2, "float16": 1, "bfloat16": 0}
@@ -66,7 +66,7 @@ class ChainedStep:
     q: int
     p_pad: int
     q_pad: int
-    columns: tuple[int, ...]  # bit of p that each bit of the left operand's column stands for, lowest first
+    columns: tuple[int, ...]  # bit of p of each bit of the left operand's column, lowest first
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Chain(NamedTuple):
             warpgroup: as in `ChainedConfig`.
         """
         if not warpgroup and self.is_padded:
-            return False  # nor room for the masks of padding
+            return False  # nor registers for the masks of padding
         widest = WARP_WIDTH if not warpgroup else SINGLE_WIDTH if self.length == 1 else CHAIN_WIDTH
         if self.length > MOST_STEPS or self.width > widest or num_warps not in (4, 8, 16):
             return False
@@ -263,7 +263,7 @@ class Chain(NamedTuple):
 
 
 def run_sectors(before: int, after: int) -> int:
-    """Sectors that a tile's run of slices is to fill, given the elements before and after its modes; 0: slices are whole rows.
+    """Sectors that a tile's run of slices is to fill, given the elements before and after its modes; 0: slices are full rows.
 
     Where something comes after, x is read in such runs as well, and two sectors each are faster.
     """
@@ -351,7 +351,7 @@ def takes_gradients(dtype: torch.dtype, gpu: GPU) -> bool:
 
 
 def refusal(problem: Problem) -> str | None:
-    """What is in the way of any launch."""
+    """Why there is no launch at all."""
     return None if takes(problem.dtype, problem.gpu) else "takes a Hopper GPU, and float32 or half precision"
 
 
@@ -361,7 +361,7 @@ def most_elements(problem: Problem) -> int:
 
 
 def offers(segment: Segment) -> list[Offer] | str:
-    """Chains of steps whose tile stays in registers, of every way to form neighbours that is worth comparing."""
+    """Chains of steps whose tile stays in registers, with neighbours merged in all groupings worth comparing."""
     problem, mode, found, sectors = segment.problem, segment.mode, list[Offer](), run_sectors(segment.before, segment.after)
     for launch, chain in _launches(segment.ps, segment.qs):
         config = chained_config(chain, problem.itemsize, sectors, max(1, mode.slices))
@@ -372,9 +372,9 @@ def offers(segment: Segment) -> list[Offer] | str:
 
 
 def _closed(problem: LaunchProblem) -> ChainedConfig | None:
-    """The closed form's configuration, if there is one.
+    """The configuration of the cost model, if there is one.
 
-    A plan that leaves modes in place may have runs of memory in mind that no tile has room for: shorter ones take their place.
+    A plan that leaves modes in place may assume runs of memory that fit in no tile: shorter ones replace them.
     """
     chain, most = Chain.of(problem.launch.steps), run_sectors(*problem.shape[2:])
     found = (chained_config(chain, problem.itemsize, sectors, problem.num_slices) for sectors in range(most, -1, -1))

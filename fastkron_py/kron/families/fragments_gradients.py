@@ -147,7 +147,7 @@ class Back:
     """The product g F^T of a whole tile."""
 
     operand: Operand  # g
-    columns: Order  # bit of q that each bit of g's column stands for, lowest first
+    columns: Order  # bit of q of each bit of g's column, lowest first
     out_columns: Order  # bit of p, of the product's column
     order: Order  # brings dx into [slices, P] order
     store: TileLayout
@@ -161,7 +161,7 @@ class StepGradient:
     g_tile: tuple[Bit, ...]
     left: Operand  # u of a chunk, in u^T g
     right: Operand  # g of a chunk
-    rows: Order  # bit of p that each bit of the sum's row stands for, lowest first
+    rows: Order  # bit of p of each bit of the sum's row, lowest first
     columns: Order  # bit of q, of its column
     back: Back | None  # without dx
 
@@ -253,7 +253,7 @@ def step_gradient_config(problem: GroupProblem) -> GradientConfig | None:
     warps = (1, across, 8 // across) if wide else (1, 2, 2) if p * q > SUM_NUMBERS else (4, 1, 1)
     if problem.fastest % block_s or num_slices % block_s or 1 < after < _SECTOR:
         return None
-    per_sm = 1 if wide else 2 if max(p, q) == STEP_WIDTHS[-1] else 3  # programs that shared memory has room for
+    per_sm = 1 if wide else 2 if max(p, q) == STEP_WIDTHS[-1] else 3  # programs that fit in shared memory
     programs = _programs(problem, block_s, per_sm)
     # Warps of a narrow step take neighbours of their own, others slices.
     chunk = CHUNK if neighbours > 1 else CHUNK * warps[0]
@@ -320,7 +320,7 @@ class PairGradient:
     x_factor: Constant  # B^T
     x_permutation: Permutation  # to [slices, modes], or to the place of u's tile
     x_store: TileLayout | Operand
-    sums: tuple[tuple[Order, Order], tuple[Order, Order]]  # of dA and dB: bit that each bit of a row, and of a column, stands for
+    sums: tuple[tuple[Order, Order], tuple[Order, Order]]  # of dA and dB: the bit of each bit of a row, and of a column
 
 
 def _pair_tile(outer: list[Bit], inner: list[Bit], slices: list[Bit], runs: bool) -> list[Bit]:
@@ -462,7 +462,7 @@ def pair_gradient_config(problem: GroupProblem) -> GradientConfig | None:
     block_s = PAIR_WARPS if after == 1 and width > PAIR_WIDTHS[0] ** 2 else TILE // width
     if problem.fastest % block_s or problem.num_slices % block_s or (after > 1 and block_s < _SECTOR):
         return None
-    per_sm = 3 if width <= PAIR_WIDTHS[0] * PAIR_WIDTHS[1] and after == 1 else 2  # programs that registers and shared memory have room for
+    per_sm = 3 if width <= PAIR_WIDTHS[0] * PAIR_WIDTHS[1] and after == 1 else 2  # programs that fit in registers and shared memory
     programs = _programs(problem, block_s, per_sm)
     return GradientConfig(block_s, block_s if after > 1 else PAIR_WARPS, (PAIR_WARPS, 1, 1), 2, programs) if programs else None
 
@@ -471,7 +471,7 @@ def pair_gradient_config(problem: GroupProblem) -> GradientConfig | None:
 
 
 def _taken(problem: GroupProblem) -> tuple[GroupProblem, GradientConfig] | str:
-    """The group as a kernel takes it, and its tile, or what is in the way."""
+    """The group as a kernel takes it, and its tile, or the reason why it does not."""
     is_chain = problem.split > 0
     if not is_chain and problem.sizes == (NARROW, NARROW) and problem.shape[2] % NEIGHBOURS == 0:
         problem = problem.with_neighbours(NEIGHBOURS)

@@ -1,4 +1,4 @@
-"""Narrow factors, multiplied without tensor cores: which ones, and the tiles of those kernels. Closed-form."""
+"""Small factors, multiplied without tensor cores: which ones, and the tiles of those kernels, by an analytical cost model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ THREADS: Final = 128
 
 
 class Figures(NamedTuple):
-    """Sizes up to which these kernels are faster than tensor cores, whose tiles narrow factors leave mostly empty, and those of tiles."""
+    """Sizes up to which these kernels are faster than tensor cores, whose tiles small factors leave mostly empty, and those of tiles."""
 
     width: int  # of the result; beyond it multiply-adds take longer than the memory
     elements: Mapping[int, int]  # of a factor with its columns padded to a power of two, by bytes of an element
@@ -76,7 +76,7 @@ def is_narrow(p: int, q: int, itemsize: int, gpu: GPU) -> bool:
 
 
 def narrow_config(p: int, q: int, itemsize: int, num_slices: int, after: int, gpu: GPU) -> NarrowConfig:
-    """Tiles of a multiply by a narrow factor.
+    """Tiles of a multiply by a small factor.
 
     Args:
         p: rows of the (multiplied-out) factor.
@@ -102,7 +102,7 @@ def is_narrow_gradient(p: int, q: int, itemsize: int, gpu: GPU) -> bool:
 
 
 def gradient_config(problem: GroupProblem) -> NarrowGradientConfig:
-    """Tiles of the gradients of a mode and of its narrow factor.
+    """Tiles of the gradients of a mode and of its small factor.
 
     Programs depend on the problem and the device alone, so results repeat bit for bit.
     """
@@ -118,7 +118,7 @@ def gradient_config(problem: GroupProblem) -> NarrowGradientConfig:
 
 
 def _vectors(after: int, itemsize: int, longest: int, most: int) -> tuple[int, int]:
-    """(slices of a tile, at most `most`, and of its runs), of vectors as long as a thread has room for the sums of each slice."""
+    """(slices of a tile, at most `most`, and of its runs), of vectors as long as a thread's registers hold the sums of each slice."""
     vector = 1 if after == 1 else min(math.gcd(after, VECTOR_BYTES // itemsize), max(1, longest), most // THREADS)
     run = math.gcd(after, THREADS * vector)
     return THREADS * vector, run if vector * itemsize == VECTOR_BYTES else min(run, vector)
@@ -130,7 +130,7 @@ def _spread(num_slices: int, programs: int) -> int:
 
 
 def refusal(problem: Problem) -> str | None:
-    """Nothing is in the way."""
+    """Nothing prevents a launch."""
     return None
 
 

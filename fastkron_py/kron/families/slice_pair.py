@@ -1,4 +1,4 @@
-"""Two steps on one slice at a time in half types: the sizes that the kernel takes, its tiles, its time, and its launch. Closed-form."""
+"""Two steps on one slice at a time in half precision: the sizes that the kernel takes, its tiles, its modelled time, and its launch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Figures(NamedTuple):
     narrowest: int  # rows and columns of a step
     widest_left: int  # rows and columns of the factor on the left
     widest_right: int  # of the one on the right
-    least_right_of_wide: int  # beside a factor over WIDEST on the left
+    least_right_of_wide: int  # with a factor over WIDEST on the left
     most_sums: int  # of a thread
     most_sums_of_four: int  # of a thread, where four warps round a slice,
     least_of_four: int  # columns of their parts,
@@ -43,7 +43,7 @@ class Figures(NamedTuple):
     most_turns: int  # in which a slice with a factor in the middle is read
     most_stages: int  # of a program
     small_slice: int  # elements, up to which all stages and programs are used,
-    small_tile: int  # and of a matrix beside a factor in the middle; up to which four warps are enough
+    small_tile: int  # and of a matrix with a factor in the middle; up to which four warps are enough
     narrow_tile: int  # the same of narrow steps,
     most_narrow: int  # which have at most this number
     most_programs: int  # of a multiprocessor
@@ -61,7 +61,7 @@ OF: Final = figures(Figures, name, HOPPER)  # as of all GPUs whose tensor cores 
 
 @dataclass(frozen=True)
 class SlicePairConfig:
-    """A program of this number of warps multiplies one slice at a time, with the next ones on their way."""
+    """A program of this number of warps multiplies one slice at a time, while the next ones are loaded."""
 
     num_warps: int
     stages: int
@@ -195,15 +195,15 @@ def slice_triples(ps: Sequence[int], qs: Sequence[int]) -> Iterator[tuple[Step, 
 
 
 def warps_of(tiles: Tiling, matrices: int) -> int:
-    """The warps of a program that are not narrow steps': matrices beside a factor in the middle need the registers of eight."""
+    """The warps of a program that are not narrow steps': matrices with a factor in the middle need the registers of eight."""
     return 8 if tiles.pads[1] > WIDEST // 2 and (matrices > 1 or tiles.elements > OF.small_tile) else 4
 
 
 def shared_memory(tiles: Tiling, stages: int, adds: bool) -> int:
     """Bytes of a program, as Triton allocates them, at most.
 
-    It holds slices of x and of z that are loaded ahead, and both factors. Each part of a result takes another layout by way of shared
-    memory, which a lone stage has free: 128 rows at a time where nothing is padded, and half of a transposed one.
+    It holds slices of x and of z that are loaded ahead, and both factors. Each part of a result takes another layout through shared
+    memory, which a single stage has free: 128 rows at a time where nothing is padded, and half of a transposed one.
 
     Args:
         tiles: of its steps.
@@ -280,7 +280,7 @@ def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> SlicePairConf
 
 
 def refusal(problem: Problem) -> str | None:
-    """What is in the way of any launch."""
+    """Why there is no launch at all."""
     return None if problem.half else "takes half precision on a Hopper GPU"
 
 

@@ -1,6 +1,6 @@
 """Triton's kernels on tiles of slices: one step of any width, or a chain that stays on chip; what they cost, and their launches.
 
-All block sizes are powers of two. Figures behind the choices are for sm_90 (H100): a persistent grid of two
+All block sizes are powers of two. The parameters of the choices are for sm_90 (H100): a persistent grid of two
 to four programs a multiprocessor, tiles of about 8,192 float32 elements.
 """
 
@@ -34,12 +34,12 @@ order: Final = 0
 moves_to_front: Final = True
 add: Final = add_launch
 
-# Steps wider than this, in real numbers, loop over blocks of the factor and are not chained. Neighbours are formed up to it: beyond, the
+# Steps wider than this, in real numbers, loop over blocks of the factor and are not fused. Neighbours are formed up to it: beyond, the
 # extra FLOPs cost more than a step.
 CHAIN_WIDTH: Final = 64
 # Widths up to which complex ones are; each gives a candidate. Gates of a circuit are narrow and many.
 COMPLEX_MERGES: Final = (CHAIN_WIDTH // 4, CHAIN_WIDTH // 2, CHAIN_WIDTH)
-# Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
+# Real numbers of a fused tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 RESIDENT: Final = 2 * CHAIN_WIDTH  # width up to which one step keeps the whole factor on chip, but for float64
 
@@ -48,7 +48,7 @@ class Figures(NamedTuple):
     """Of tiles, and of gradients."""
 
     single_slices: int  # of a tile of a single step, at most
-    large_chain: int  # real numbers of a slice, beyond which a multiprocessor has no room for two tiles
+    large_chain: int  # real numbers of a slice, beyond which two tiles do not fit on a multiprocessor
     gradient_programs: Mapping[int, int]  # of a multiprocessor, by bytes of a number
     gradient_splits: int  # of a factor's gradient, whose tiles are small, for each multiprocessor
     gradient_factors: int  # of a step, at most: a factor's gradient multiplies all others out, and the kernel takes long to compile
@@ -143,7 +143,7 @@ def single_configs(mode: Mode, parts: int) -> tuple[SingleConfig, ...]:
     block_s = min(figures(Figures, name, mode.gpu).single_slices, max(DOT_SIDE, next_power_of_two(mode.slices)))
     configs = _single_configs(mode.p, mode.q, mode.itemsize, block_s, mode.gpu)
     if parts > 1 and max(padded(mode.p), padded(mode.q)) > CHAIN_WIDTH:
-        configs = configs[-2:]  # larger blocks of wide factors have no room for parts in shared memory, or spill
+        configs = configs[-2:]  # larger blocks of large factors do not leave shared memory for parts, or spill
     return _fitting(configs, lambda config: single_shared_memory(config, mode.itemsize, parts), mode.gpu)
 
 
@@ -215,7 +215,7 @@ def chain_quantities(mode: Mode, launch: Launch, config: ChainConfig) -> dict[st
 
 
 def refusal(problem: Problem) -> str | None:
-    """Nothing is in the way."""
+    """Nothing prevents a launch."""
     return None
 
 
@@ -254,7 +254,7 @@ def _offer(segment: Segment, launch: Launch) -> Offer:
 
 
 def configs(launch: Launch, mode: Mode, before: int) -> tuple[Config, ...]:
-    """The closed form's configurations of a launch with this number of elements before its modes, the preferred one first."""
+    """The cost model's configurations of a launch with this number of elements before its modes, the preferred one first."""
     return chain_configs(launch, mode, before) if len(launch.steps) > 1 else single_configs(mode, launch.parts)
 
 

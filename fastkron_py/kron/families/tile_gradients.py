@@ -176,7 +176,7 @@ def fused_quantities(problem: GroupProblem) -> dict[str, float]:
     tiles, programs_per_sm = mode.batches * ceil(problem.num_slices, config.block_s), _figures(problem).gradient_programs[problem.itemsize]
     _, rounds = mode.rounds(tiles, programs_per_sm)
     moves = problem.moves(config.block_s, run_of(1, mode.after, config.block_s), config.programs)
-    # Of one step its gradient and dx; of a chain also both intermediates, of which that of u is made of B, that of g of A.
+    # Of one step its gradient and dx; of a chain also both intermediates, that of u from B, and that of g from A.
     products = 3 * pa * pb * qb + 2 * pa * qa * qb if problem.split else 2 * pb * qb
     held = mode.moving(rounds * config.block_s * tile_width(problem))
     return moves | {

@@ -1,4 +1,4 @@
-"""Torch's matrix products on a GPU: of one mode, or of its factor's gradient, in place or by way of copies. Closed-form."""
+"""Torch's matrix products on a GPU: of one mode, or of its factor's gradient, in place or through copies, by an analytical cost model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Figures(NamedTuple):
 
     tile: Mapping[int, int]  # rows and columns of their tiles, by bytes of an element
     short: int  # rows of the last mode that they take long for
-    few: int  # elements after a mode, of which copies take long
+    few: int  # elements after a mode, with which copies take long
     term: float  # seconds of a term of a sum
     most_terms: int  # of one product, whose sum is split beyond them
     splits: int  # times that sums of few tiles are split
@@ -53,7 +53,7 @@ def _rate(mode: Mode) -> float:
 
 
 def _tiled(mode: Mode, count: int, height: int, width: int, depth: int) -> float:
-    """Seconds of the operations of a number of products ``[height, depth] @ [depth, width]``, of which each takes whole tiles.
+    """Seconds of the operations of a number of products ``[height, depth] @ [depth, width]``, each in whole tiles.
 
     All tiles take whole rounds of the multiprocessors. Of few tiles of one product, sums are split.
     """
@@ -116,7 +116,7 @@ def takes_copies(mode: Mode) -> bool:
 
 
 def copied_width(width: int, itemsize: int) -> int:
-    """Rows or columns of a copy, with those that are added: cuBLAS asks for 16 bytes of half types, copies are fast with 32."""
+    """Rows or columns of a copy, with those that are added: cuBLAS asks for 16 bytes in half precision, copies are fast with 32."""
     is_wide = width > _SMALL
     unit = HALF_VECTOR * (1 + is_wide) if itemsize == 2 else VECTOR_BYTES // itemsize if is_wide else 1
     return ceil(width, unit) * unit
@@ -175,7 +175,7 @@ def copying_gradient_quantities(mode: Mode) -> dict[str, float]:
 
 
 def takes_gemm(mode: Mode) -> bool:
-    """Whether the main loop of linear layers takes the mode: the last one, of half types, in rows that begin on 16 bytes."""
+    """Whether the main loop of linear layers takes the mode: the last one, in half precision, in rows that begin on 16 bytes."""
     is_aligned = mode.p % 8 == 0 and mode.q % 8 == 0
     return mode.itemsize == 2 and mode.batches == 1 and mode.after == 1 and is_aligned and mode.gpu.has_descriptors
 
@@ -212,7 +212,7 @@ def multiply_algorithm(mode: Mode) -> str:
 
 
 def refusal(problem: Problem) -> str | None:
-    """Nothing is in the way."""
+    """Nothing prevents a launch."""
     return None
 
 

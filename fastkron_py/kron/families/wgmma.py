@@ -132,7 +132,7 @@ def takes(dtype: torch.dtype, gpu: GPU) -> bool:
 
 
 def refusal(problem: Problem) -> str | None:
-    """What is in the way of any launch."""
+    """Why there is no launch at all."""
     return None if takes(problem.dtype, problem.gpu) else "takes a Hopper GPU, and float32 or half precision"
 
 

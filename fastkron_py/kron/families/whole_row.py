@@ -1,6 +1,6 @@
-"""Whole rows in one launch, in half types: the sizes that the kernel takes, its time, its launch, and which bit of an index lies where.
+"""Full-row tiles in one launch, in half precision: the sizes that the kernel takes, its time, its launch, and the layout of bits.
 
-Closed-form: no timing, no device, no Triton.
+An analytical cost model: no timing, no device, no Triton.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def whole_row_config(steps: Sequence[Step]) -> WholeRowConfig:
 
 
 def quantities(mode: Mode, steps: Sequence[Step]) -> dict[str, float]:
-    """Those of a launch: a multiprocessor takes whole rows, so that few rows leave the others without work."""
+    """Those of a launch: a multiprocessor takes full rows, so that few rows leave the others without work."""
     _, rounds = mode.rounds(mode.batches * mode.slices, whole_row_config(steps).programs_per_sm)
     return {"start": MICROSECOND, "streamed": mode.streamed, "tiles": mode.moving(rounds * (mode.p + mode.q))}
 
@@ -332,7 +332,7 @@ def may_take(problem: Problem) -> bool:
 
 
 def refusal(problem: Problem) -> str | None:
-    """What is in the way of any launch."""
+    """Why there is no launch at all."""
     return None if problem.whole_rows else "takes half precision on a Hopper GPU, in rows that begin at multiples of 16 bytes"
 
 

@@ -1,1 +1,1 @@
-"""Register-chained kernels for Hopper GPUs, and their launch configurations."""
+"""Register-resident kernels for Hopper GPUs, and their launch configurations."""

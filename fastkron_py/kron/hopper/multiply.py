@@ -29,7 +29,7 @@ def _field(steps, i, name):
 
 @gluon.constexpr_function
 def _accumulator(q_pad, warps, warpgroup):
-    """The same places of rows and columns either way."""
+    """The same places of rows and columns in both directions."""
     return gl.NVMMADistributedLayout([3 if warpgroup else 2, 0], [warps, 1], [16, q_pad, 8] if warpgroup else [16, 8])
 
 
@@ -268,7 +268,7 @@ def _chained_multiply_fwd_kernel(
             first = (gl.program_id(0) + batch) * BLOCK_S
             fetch_tile(buffer, x_ptr, x_strides, (batch, first, num_slices, before, after), TILE, WARPS)
     else:
-        # Under way while the factors are stored to shared memory.
+        # In flight while the factors are stored to shared memory.
         t = load_tile(x_ptr, x_strides, (batch, first, num_slices, before, after), TILE)
     halves = ()
     for n in gl.static_range(len(STEPS)):

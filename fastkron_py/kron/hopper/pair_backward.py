@@ -1,4 +1,4 @@
-"""Gradients of a chain of two steps in a Hopper tensor core's own registers: `families.fragments_gradients` says what is where.
+"""Gradients of a chain of two steps in a Hopper tensor core's own registers: `families.fragments_gradients` has the layouts.
 
 Like `hopper.backward`, whose tiles and loads these are. Each warp takes slices of its own, and the result that one product leaves in its
 registers is the next one's operand as it stands, so that all that crosses shared memory are u, g, and dx where slices are

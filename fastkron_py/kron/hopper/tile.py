@@ -1,4 +1,4 @@
-"""A tile of the register-resident kernel on its way in and out: layouts, addresses, loads and stores."""
+"""How the register-resident kernel loads and stores a tile: layouts and addresses."""
 
 from typing import Any, NamedTuple
 
@@ -142,8 +142,8 @@ def slice_base(i, strides, place, BLOCK_S: gl.constexpr, STRIDE: gl.constexpr, H
 
 
 @gluon.jit
-def _anew(x):
-    """x, which seems to change from tile to tile: else a loop keeps an offset for each register, and spills."""
+def _opaque(x):
+    """Return x, hidden from loop hoisting: else a loop keeps an offset for each register, and spills."""
     zero = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x * 0], dtype=gl.int32, is_pure=False, pack=1)
     return x + zero * 16  # as divisible as x
 
@@ -154,7 +154,7 @@ def _mode_offsets(p, stride, STRIDE: gl.constexpr):
     if STRIDE > 0:
         return p * STRIDE
     elif STRIDE < 0:
-        return p * _anew(stride.to(gl.int32))
+        return p * _opaque(stride.to(gl.int32))
     else:
         return p.to(gl.int64) * stride
 

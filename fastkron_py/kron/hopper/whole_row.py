@@ -1,8 +1,8 @@
-"""A whole row in one launch, in half types: it is read once and written once, and all between its steps stays on chip.
+"""A full row in one launch, in half precision: it is read once and written once, and all between its steps stays on chip.
 
 A row ``[PA, B, PM, PC]`` (B may be 1) is cut into matrices ``[PM, PC]``. Warps multiply one each, ``(M^T X) C``, whose first product
 stays in registers, and leave it in shared memory, in t. When all matrices of a row are there, B's factor multiplies its mode of t in
-place, and A multiplies its own and stores the result. Parts of the next row are on their way meanwhile, in a ring of buffers.
+place, and A multiplies its own and stores the result. Parts of the next row are loaded meanwhile, into a ring of buffers.
 
 Every product takes its right operand from shared memory as eight rows of eight elements at a time. The lowest three bits of each mode
 of t swap vectors of eight elements, so that eight rows are in different banks, whichever mode they belong to. Bits that swap nothing
@@ -87,7 +87,7 @@ def _column(k, QC: gl.constexpr):
 def _left_factor(
     factors, batch, P: gl.constexpr, Q: gl.constexpr, SHAPES: gl.constexpr, START: gl.constexpr, STOP: gl.constexpr, WARPS: gl.constexpr
 ):
-    """(a left operand ``[Q, P]``, its scale) of factors START to STOP multiplied out."""
+    """(a left operand ``[Q, P]``, its scale) of factors START to STOP, merged."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, _products(WARPS, True), 2)
     ptrs, strides = factors
     q = gl.arange(0, Q, gl.SliceLayout(1, LAYOUT))[:, None]

@@ -1,13 +1,13 @@
-"""Products with a wide factor in a Hopper tensor core, from shared memory: a mode in place, and the factor's gradient.
+"""Products with a large factor in a Hopper tensor core, from shared memory: a mode in place, and the factor's gradient.
 
 Both are ``out[m, n] = sum_k left[m, k] * right[n, k]``. In a multiply m runs over slices (see `tiling.addresses`), n over columns of the
 factor and k over its rows. In a gradient k runs over slices, and m and n over the modes of u and g. Only addresses differ, so that no
 operand is transposed or copied in memory.
 
-Warpgroups have one trade each (`tiling.hopper`). One brings the right operand: it loads it, in whichever direction it is runs of
-memory, splits it for three-pass TF32 and stores it with k innermost, as tensor cores want TF32. One brings the left operand in the same
-way, or in float32, where runs begin on 16 bytes, copies it as it lies by cp.async. Two multiply. A copied left operand they take from
-shared memory to registers, and split it there: its traffic in shared memory is a third of that of two stored halves.
+Two warpgroups load, and two multiply (`tiling.hopper`). One loads the right operand, in the direction in which it is runs of
+memory, splits it for three-pass TF32 and stores it with k innermost, as tensor cores need TF32. One does the same with the left operand,
+or in float32, where runs begin on 16 bytes, copies it by cp.async. The multiplying warpgroups load a copied left operand from
+shared memory to registers and split it there: its traffic in shared memory is a third of that of two stored halves.
 
 Gluon has no interpreter: `kernels.sliced_multiply` and `kernels.factor_gradient` hold the same sums in plain Triton.
 """

@@ -57,7 +57,7 @@ def _factor_gradient_kernel(
 
 
 # ---- the second stage ------------------------------------------------------------------------------
-# The programs' partial sums, in a fixed order. A step of several factors multiplied out has the gradient of their product, a small matrix;
+# The programs' partial sums, in a fixed order. A step of several merged factors has the gradient of their product, a small matrix;
 # each factor's own is a sum over the entries of the others. Complex sums are pairs of real numbers in a row.
 
 

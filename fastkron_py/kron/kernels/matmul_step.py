@@ -1,4 +1,4 @@
-"""Kernels beside the matrix products of one mode: matrices copied between memory orders, and the epilogue of their main loop.
+"""Kernels around the matrix products of one mode: matrices copied between memory orders, and the epilogue of their main loop.
 
 Copies go in tiles that are read and written in whole sectors.
 """
@@ -23,8 +23,8 @@ def _offsets(strides, n, i, j, INDEX: tl.constexpr):
 
 
 @triton.jit
-def _left(size, first, BLOCK: tl.constexpr):
-    """The elements of a tile that are within a size, as a number of 32 bits."""
+def _valid_count(size, first, BLOCK: tl.constexpr):
+    """The number of a tile's elements within a size, as 32 bits."""
     return tl.minimum(tl.maximum(size - first, 0), BLOCK).to(tl.int32)
 
 
@@ -59,10 +59,10 @@ def _copy_matrices_kernel(
     n = tl.arange(0, BLOCK_N)[:, None, None]
     i = tl.arange(0, BLOCK_I)[None, :, None]
     j = tl.arange(0, BLOCK_J)[None, None, :]
-    readable = (i < _left(x_sizes[0], first_i, BLOCK_I)) & (j < _left(x_sizes[1], first_j, BLOCK_J))
-    mask = (i < _left(y_sizes[0], first_i, BLOCK_I)) & (j < _left(y_sizes[1], first_j, BLOCK_J))
+    readable = (i < _valid_count(x_sizes[0], first_i, BLOCK_I)) & (j < _valid_count(x_sizes[1], first_j, BLOCK_J))
+    mask = (i < _valid_count(y_sizes[0], first_i, BLOCK_I)) & (j < _valid_count(y_sizes[1], first_j, BLOCK_J))
     if BLOCK_N > 1:
-        exists = n < _left(count, first_n, BLOCK_N)
+        exists = n < _valid_count(count, first_n, BLOCK_N)
         readable, mask = readable & exists, mask & exists
     x_start = x_ptr + _start(x_strides, batch, first_n, first_i, first_j)
     x = load_elements(x_start + _offsets(x_strides, n, i, j, INDEX), readable, PARTS, False)

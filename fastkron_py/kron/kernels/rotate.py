@@ -2,7 +2,7 @@
 
 A group of ``16 * P`` neighbours is a matrix ``x [P, 16]``, and its product with ``A (x) B`` is ``A^T x B``. Tensor cores multiply
 ``(B^T x^T) A``: the sums of the first product lie in registers as the second one wants its left operand, and x is loaded as the first one
-wants its right operand, so that no element changes threads before it is a small number. A program of C warps holds whole rows; each warp
+wants its right operand, so that no element changes threads before it is a small number. A program of C warps holds full rows; each warp
 has a group at a time. Where a segment is at most a group, rows do not matter: x is one run of groups, and each warp rounds its own.
 
 Half types alone. Sums are of float32; between the products they are two numbers of bfloat16, whose error is 2^-16 of a sum. PLAN is a

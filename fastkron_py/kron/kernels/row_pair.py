@@ -1,8 +1,8 @@
-"""Kernel of two steps on one slice at a time, in half types on tensor cores of their own.
+"""Kernel of two steps on one slice at a time, in half precision, with tensor cores that multiply its dtype.
 
 A slice ``[PA, PB]`` lies in memory as a matrix X, so that ``y = (A^T X) B`` needs no transposition: X and the factors are
 taken as they lie in shared memory, A^T X stays in registers, and the result is stored as it is. While a program multiplies one slice,
-the next one is on its way. Transposed, it is ``y^T = (B^T X^T) A``: tensor cores take 64 or 128 rows at a time of the factor on the left,
+the next one is loaded. Transposed, it is ``y^T = (B^T X^T) A``: tensor cores take 64 or 128 rows at a time of the factor on the left,
 but any number of columns, and the plan (`families.slice_pair`) puts that factor left which wastes fewer rows.
 
 X's columns come in parts, each a power of two: 86 of them are 64 and 32, where one part would be 128.
@@ -23,7 +23,7 @@ from fastkron_py.tiling.addresses import dot, factor_tile
 def _largest(t, BY_ROW: tl.constexpr):
     """The largest absolute value of each row, or of all finite elements.
 
-    By row an infinity may stand for the largest element, which takes fewer instructions: its row of the product is infinite or NaN
+    By row an infinity may replace the largest element, which takes fewer instructions: its row of the product is infinite or NaN
     whatever the other elements are.
     """
     counted = t if BY_ROW else tl.where(tl.abs(t) < float("inf"), t, 0.0)
@@ -33,7 +33,7 @@ def _largest(t, BY_ROW: tl.constexpr):
 
 @triton.jit
 def in_half(t, HALF: tl.constexpr, BY_ROW: tl.constexpr):
-    """(t / scale in a half type, scale), scale a power of two: 1 in bfloat16, which has float32's range, and of a t that is in HALF.
+    """(t / scale in half precision, scale), scale a power of two: 1 in bfloat16, which has float32's range, and of a t that is in HALF.
 
     In float16 it is that of t's largest finite element, so that nothing between two steps overflows, and large ones have all bits.
     By row it is that of each row's: a row lies within a warp, so no warp waits for another.

@@ -61,7 +61,7 @@ def _take_points_kernel(
     """``y[:, :, i] = x[:, :, table[i]]``: neighbouring threads have neighbouring points.
 
     A tile of one element a thread is all that a warp reads and writes in whole lines, whatever the table says. A program has several, and
-    all of their loads are under way before it stores.
+    all of their loads are in flight before it stores.
     """
     x_ptr, y_ptr = words(x_ptr, PARTS), words(y_ptr, PARTS)
     TILE: tl.constexpr = BLOCK * STEPS

@@ -85,7 +85,7 @@ def per_factor(factors: Sequence[Factor], what: str, function: Callable[[Tensor]
 
 
 def check_linalg_dtype(factors: Sequence[Factor], what: str) -> None:
-    """Raise TypeError for half types, which torch's linear algebra does not take."""
+    """Raise TypeError for 16-bit floats, which torch's linear algebra does not take."""
     dtype = matrices(factors)[0].dtype
     if dtype not in _LINALG_DTYPES:
         expected = ", ".join(str(d).removeprefix("torch.") for d in _LINALG_DTYPES)
@@ -129,7 +129,7 @@ def kron_range(vectors: Sequence[Factor], start: int, stop: int, combine: Callab
     """Elements start to stop of `kron_vectors`, ``[*batch, stop - start]``, without making the others.
 
     Args:
-        vectors: ``[*batch_i, n_i]``; an integer n stands for n elements that change nothing. One at least is a tensor.
+        vectors: ``[*batch_i, n_i]``; an integer n is n neutral elements: 1, or 0 of a sum. One at least is a tensor.
         start: first element.
         stop: one past the last.
         combine: products, or `torch.add` for sums.
@@ -196,7 +196,7 @@ def trace(factors: Sequence[Factor]) -> Tensor:
 
 
 def _product(ts: Sequence[Tensor], n: float) -> Tensor:
-    """The product of tensors and a number, in double precision on the way, where float32 may overflow."""
+    """The product of tensors and a number, with intermediates in double precision, where float32 may overflow."""
     dtype = ts[0].dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64
     return times(reduce(torch.mul, [t.to(wide) for t in ts]), n).to(dtype)
@@ -227,8 +227,8 @@ def slogdet(factors: Sequence[Factor]) -> tuple[Tensor, Tensor]:
 def monomial(xs: Sequence[Tensor], powers: Sequence[int], *, signs: bool = False) -> Tensor:
     """``prod_i xs[i] ** powers[i]``, by squares and products alone: derivatives of every order exist, also where an x is 0.
 
-    All powers are made together, the highest bit first. On the way there are roots of the result, so that a power that would overflow does
-    no harm beside one that would vanish.
+    All powers are made together, the highest bit first. Intermediates are roots of the result, so that a power that would overflow does
+    no harm next to one that would vanish.
 
     Args:
         xs: ``[*batch_i]`` each; the batches broadcast.

@@ -45,7 +45,7 @@ class KroneckerSum(ProductOrSum):
         masses: a mass matrix ``[*batch_i, P_i, P_i]``, or an integer, for each factor; None for identities.
 
     Raises:
-        TypeError: not a sequence, or factors and masses of different kinds or dtypes.
+        TypeError: not a sequence, or factors and masses of different array types or dtypes.
         ValueError: no factors, identities only, one that is not square, masses of another number or other sizes, batches that do not
             broadcast, or devices that differ.
 

@@ -36,7 +36,7 @@ class Convergence(NamedTuple):
 
 
 class Stopping(NamedTuple):
-    """When to stop, and whom to tell on the way."""
+    """When to stop, and the function to call in each iteration."""
 
     tolerance: float
     max_iterations: int
@@ -138,8 +138,8 @@ def conjugate_gradients(
     """The x of ``A x = b``, each column with step lengths of its own, until the last has converged.
 
     The recurrence's residual drifts from the true one. So the true one is computed where the recurrence says that it has arrived, and
-    the iteration begins anew from there as long as that halves it; then with a quarter of the tolerance as its goal, since it would
-    else stop after one step at a residual as large as before. Residuals rise and fall on their way: where the tolerance is not reached,
+    the iteration restarts from there as long as that halves it; then with a quarter of the tolerance as its goal, since it would
+    else stop after one step at a residual as large as before. Residuals do not fall monotonically: where the tolerance is not reached,
     the result is the iterate of the least one, of each column, and none is worse than 0.
 
     Args:

@@ -8,7 +8,7 @@ the diagonal of A. The gradient is ``tr(P^-1 dA)``, exactly, and the mean of ``z
 ``P = K + D'`` for factors, and for D with the matrix of conjugate gradients' preconditioner, whose diagonal is known.
 
 Quadratures of more steps are nearer, and of a logarithm they fall towards it, since its even derivatives are negative. Their bias
-is told from the changes by the last two doublings of the steps, as if further ones went on in their ratio. The iteration ends where the
+is estimated from the changes by the last two doublings of the steps, as if further ones kept their ratio. The iteration ends where the
 bias is small against the standard error, and it counts as a part of the error.
 """
 
@@ -35,7 +35,7 @@ from fastkron_py.runtime.errors import value_error
 _LOOKS: Final = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # numbers of steps after which the estimate is looked at
 _CHANGE: Final = 1e-7  # bias of the estimate, for each dimension, at which it has converged
 _SHARE: Final = 0.1  # of the estimate's standard error, which that bias may be besides
-_SLOWEST: Final = 0.9  # ratio of two successive changes, at most, that a bias is told from
+_SLOWEST: Final = 0.9  # ratio of two successive changes, at most, from which a bias is estimated
 
 
 class Probes(NamedTuple):

@@ -1,4 +1,4 @@
-"""The common parts of lazy operators: arrays of one kind, conversions that go array by array, and torch's own functions on them."""
+"""The common parts of lazy operators: arrays of one type, conversions that go array by array, and torch's own functions on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DENSE_LIMIT: Final = 2**26
-"""Elements that `to_dense` builds without being told to: 256 MiB of float32."""
+"""Elements that `to_dense` builds without `max_elements`: 256 MiB of float32."""
 
 
 def check_dense_size(shape: tuple[int, ...], max_elements: int | None) -> None:
@@ -184,7 +184,7 @@ class LazyOperator:
         return f"{type(self).__name__}({sizes}{others}{more}, shape={self._shape}, dtype={self.dtype}, device={self.device})"
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: NumPy would make an array of one object of it."""
+        """Raise an error: NumPy would make an array of one object of it."""
         raise TypeError(f"a {type(self).__name__} is not converted to an array by itself; call its to_dense()")
 
     # ---- the same operator of other arrays ----------------------------------------------------
@@ -252,7 +252,7 @@ class LazyOperator:
         """Elements ``K[i, j]``, rows ``K[i]`` and parts ``K[rows]`` and ``K[rows, columns]``; those of each matrix of a batch.
 
         An integer takes a row or a column, an index array, a slice or a bool mask takes several, repeats included. As in NumPy, two index
-        arrays broadcast to pairs. What is taken is dense: `KroneckerProduct.masked` has lazy parts, without repeats.
+        arrays broadcast to pairs. The result is dense: `KroneckerProduct.masked` has lazy parts, without repeats.
 
         Raises:
             TypeError: neither integers, slices nor arrays of them.
@@ -337,7 +337,7 @@ class LazyOperator:
     # ---- how it is done -----------------------------------------------------------------------
 
     def _run(self, function: Callable[..., Any], *options: Any) -> Any:
-        """The result of a function of the list of arrays, given back as arrays of their kind."""
+        """The result of a function of the list of arrays, returned as arrays of their type."""
         return self._on_tensors(lambda t: function(t, *options), self._arrays, self._names)
 
     def _on_parts(
@@ -350,7 +350,7 @@ class LazyOperator:
             extra: further arrays.
             names: how errors call these.
             autocast: as in `_on_tensors`.
-            identities: whether integers stand for identities; else they are built.
+            identities: whether integers are interpreted as identities; else they are built.
         """
         count, both = len(self._factors), len(self._arrays)
 
@@ -363,10 +363,10 @@ class LazyOperator:
     def _on_tensors(
         self, function: Callable[[list[Any]], Any], arrays: Sequence[Any], names: Sequence[str], *, autocast: bool = True
     ) -> Any:
-        """The result of a function of arrays as tensors, all of one kind, dtype and device; tensors and lists in it are given back.
+        """The result of a function of arrays as tensors, all of one type, dtype and device; tensors and lists in it are returned as arrays.
 
         Args:
-            function: of the tensors; integers that stand for identities are among them as they are.
+            function: of the tensors; integers that are identities are passed on unchanged.
             arrays: that it is given.
             names: how errors call them.
             autocast: whether autocast is in force there, if it is at all. It would round the operator that is solved with.

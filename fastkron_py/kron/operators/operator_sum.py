@@ -196,7 +196,7 @@ class OperatorSum(Solvable):
         return linear_solve(_Iterative(self._system(), how, is_hermitian=self._is_hermitian()), b, matrices, constants)
 
     def _is_hermitian(self) -> bool:
-        """Whether every term is, as far as its matrices tell; what is added to a diagonal is if it is real."""
+        """Whether every term is, judged by its matrices; a term added to a diagonal is if it is real."""
         matrices = [a for a in algebra.matrices(self._arrays) if a.ndim > 1 and a.shape[-1] == a.shape[-2]]
         numbers = [t._number for t in self.terms if isinstance(t, KroneckerPlusDiagonal) and t._number is not None]
         diagonals = [d for t in self.terms if isinstance(t, KroneckerPlusDiagonal) for d in t._diagonals]
@@ -290,7 +290,7 @@ class _Shared(NamedTuple):
     Attributes:
         elements: the terms as Kronecker products of square matrices, one for each mode.
         basis: of a pencil in whose vectors all of them are diagonal.
-        is_pencil: whether there are two, the second of which has the masses.
+        is_pencil: whether there are two, and the second has the masses.
     """
 
     elements: list[list[Tensor]]
@@ -392,7 +392,7 @@ class _SumOfTerms(spectral.SumSystem):
         return y
 
     def by_schur(self, parameters: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
-        """Refused: sums have common Schur forms less often than eigenvectors."""
+        """Raise an error: sums have common Schur forms less often than eigenvectors."""
         raise LinAlgError("terms: expected eigenvectors that are not nearly dependent; solve(b) of the dense matrix needs none")
 
 

@@ -125,10 +125,10 @@ def eigenbasis(factors: Sequence[Tensor], masses: Sequence[Tensor] = (), *, name
         factors: ``[*batch_i, P_i, P_i]``, square.
         masses: one for each factor; none for identities.
         name: how errors call the masses.
-        hermitian: refuse factors that are not.
+        hermitian: raise an error for factors that are not.
 
     Raises:
-        TypeError: half types.
+        TypeError: 16-bit floats.
         ValueError: a mass matrix is Hermitian and not positive definite, or factors are not Hermitian and shall be.
         torch.linalg.LinAlgError: a mass matrix is singular.
     """

@@ -231,7 +231,7 @@ class KroneckerPlusDiagonal(Solvable):
 
 
 def plus_diagonal(product: LazyOperator, s: Any) -> KroneckerPlusDiagonal:
-    """``K + D`` for each kind of argument that `KroneckerProduct.add_diagonal` takes, but for operators."""
+    """``K + D`` for each form of the argument that `KroneckerProduct.add_diagonal` takes, but for operators."""
     factors, n = product._arrays, product.shape[-1]
     label, first = product._first
     if isinstance(s, Sequence) and not isinstance(s, str | bytes):

@@ -23,7 +23,7 @@ from fastkron_py.runtime.eager import takes_fast_path
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DIAGONAL_LIMIT: Final = 2**30
-"""Elements that `diagonal` builds without being told to: 4 GiB of float32."""
+"""Elements that `diagonal` builds without `max_elements`: 4 GiB of float32."""
 NORMS: Final = ("fro", "nuc", 1, 2, math.inf)
 
 
@@ -42,7 +42,7 @@ class KroneckerProduct(ProductOrSum):
         others: the other factors, if the first argument is not a sequence.
 
     Raises:
-        TypeError: not a sequence, or factors of different kinds or dtypes.
+        TypeError: not a sequence, or factors of different array types or dtypes.
         ValueError: no factors, identities only, a negative integer, a factor that is not a matrix, batches that do not
             broadcast, or devices that differ.
 

@@ -25,7 +25,7 @@ EQUAL, KRONECKER, VECTOR = "one number", "a Kronecker product", "a vector"
 _FLOOR: Final = 1e-3  # of the mean of D: less than this the preconditioner takes for this
 _FAR: Final = 10.0  # times K's diagonal: points of a larger D hardly depend on K, and do not count for the D' of the others
 _UNCOUNTED: Final = 1e-9  # the weight of such points in means, which others have 1 in
-_EVEN: Final = 0.9  # points of a larger weight are not told from those of weight 1
+_EVEN: Final = 0.9  # points of a larger weight are not distinguished from those of weight 1
 
 
 class Shifted(NamedTuple):

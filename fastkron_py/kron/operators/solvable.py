@@ -30,7 +30,7 @@ class InvQuadLogdet(NamedTuple):
 
 
 class Solvable(LazyOperator):
-    """A matrix A with `solve`, `logdet` and `inv_quad_logdet`; its class says which way they go.
+    """A matrix A with `solve`, `logdet` and `inv_quad_logdet`; its class determines the method.
 
     A subclass says what all of these need (`_check`), and has three methods of an operator of tensors: eigenvectors that make A diagonal,
     if there are any (`_basis`), and with these, or None, its solutions (`_solution`) and its determinant (`_slogdet`).
@@ -73,7 +73,7 @@ class Solvable(LazyOperator):
     ) -> Any:
         """The x of ``A @ x = b``; with a mask by iterations in any case.
 
-        Derivatives of every order, to everything that A is made of and to b, go by further solves of the same kind: none goes through
+        Derivatives of every order, to everything that A is made of and to b, are further solves of the same matrix: none goes through
         eigenvectors, so that equal eigenvalues do no harm.
 
         Args:
@@ -253,6 +253,6 @@ class Solvable(LazyOperator):
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    """Of a tensor or an array; half types for which there is no linear algebra count as float32."""
+    """Of a tensor or an array; 16-bit floats, for which there is no linear algebra, count as float32."""
     found: Any = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.name)
     return torch.float32 if found in (torch.float16, torch.bfloat16) else found

@@ -1,1 +1,1 @@
-"""Which factors are multiplied out, fused and tiled: plain Python, without torch or Triton."""
+"""Which factors are merged, fused and tiled: plain Python, without torch or Triton."""

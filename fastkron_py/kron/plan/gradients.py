@@ -1,11 +1,11 @@
 """Plans of backward passes: groups of factors, the order in which they are taken, and the intermediate that a multiply saves.
 
 The factors are cut into *groups* of neighbours. A group's kernel reads the group's input and the incoming gradient once and gives all of
-the group's factor gradients and the next group's gradient; only between groups is anything stored. A group is one *step* (its factors
-multiplied out) or a chain of two, or one factor whose gradient and dx are launches of their own. Families of kernels make offers for
+the group's factor gradients and the next group's gradient; only between groups is anything stored. A group is one *step* (merged
+factors) or a chain of two, or one factor whose gradient and dx are launches of their own. Families of kernels make offers for
 groups (`families.gradient_offers`), and multiplies between groups take what the planner's plan of a multiply takes.
 
-Closed-form: no timing, no device, no Triton.
+An analytical cost model: no timing, no device, no Triton.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def best_order(groups: Sequence[Group], problem: Problem) -> tuple[list[Group], 
 
 # ---- the intermediate that is saved --------------------------------------------------------------
 # A backward pass reads x again to make its intermediates. Where the factors of one side narrow x, their result is so small that it may as
-# well be saved: that spares the backward pass a reading of x. Wide factors are bound by their operations. Each is a launch of its own, so a
+# well be saved: then the backward pass reads x once less. Large factors are bound by their operations. Each is a launch of its own, so a
 # multiply by them makes intermediates anyway, and one that is saved spares a product.
 
 

@@ -13,7 +13,7 @@ from fastkron_py.runtime.gpu import VECTOR_BYTES
 
 # The smallest side of a tensor-core product in Triton.
 DOT_SIDE: Final = 16
-HALF_VECTOR: Final = VECTOR_BYTES // 2  # elements of half types
+HALF_VECTOR: Final = VECTOR_BYTES // 2  # 16-bit floats
 
 Ends = tuple[int, ...]  # of steps: the first factor, then one past the last factor of each
 
@@ -25,7 +25,7 @@ def padded(size: int, parts: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """One mode: factors start to stop multiplied out, P x Q in all, held in P_pad x Q_pad; parts are the real numbers of an element."""
+    """One mode: factors start to stop merged, P x Q in all, held in P_pad x Q_pad; parts are the real numbers of an element."""
 
     start: int
     stop: int
@@ -134,7 +134,7 @@ def chain_work(pads: Sequence[tuple[int, int]]) -> ChainWork:
 
 
 def merged(ps: Sequence[int], qs: Sequence[int], width: int) -> Ends:
-    """The ends of steps of neighbours multiplied out, from the last, as long as they stay within this width, in elements."""
+    """The ends of steps of merged neighbours, from the last, as long as they stay within this width, in elements."""
     ends, p, q = [len(ps)], 1, 1
     for i in range(len(ps) - 1, -1, -1):
         p, q = p * ps[i], q * qs[i]
@@ -145,7 +145,7 @@ def merged(ps: Sequence[int], qs: Sequence[int], width: int) -> Ends:
 
 
 def balanced(ps: Sequence[int], qs: Sequence[int], count: int) -> Ends:
-    """The ends of count steps of neighbours multiplied out, of about the same width."""
+    """The ends of count steps of merged neighbours, of about the same width."""
     weights = [math.log2(max(2, p, q)) for p, q in zip(ps, qs, strict=True)]
     total, done, ends = sum(weights), 0.0, [0]
     for i, weight in enumerate(weights[:-1]):

@@ -37,7 +37,7 @@ class Figures(NamedTuple):
     most_flushes: int  # before a call
     seconds: float  # of the calls behind a time
     too_slow: float  # a first call that takes this many times the best so far is the last
-    worth: float  # of the closed form's time: more is noise, and the closed form stays
+    worth: float  # of the default plan's time: more is noise, and the default plan stays
     plans: int  # of all families together, by modelled time
     finalists: int
 
@@ -77,7 +77,7 @@ def _host_seconds(call: Callable[[], Any]) -> float:
 
 
 def whole_plans(multiply: problems.Problem) -> list[Choice]:
-    """The closed form's plan, the best few of all families together, and the best of each family by itself."""
+    """The default plan, the best few of all families together, and the best of each family by itself."""
     found = [choose(multiply)]
     for names, keep in (((), OF.plans), *[((name,), 1) for name in BY_NAME]):
         with contextlib.suppress(ValueError):  # a family that does not take some of the factors
@@ -114,11 +114,11 @@ class Search:
         self.times = {self.closed: self.default_seconds}
 
     def program(self, choice: Choice | None) -> Program:
-        """The product by a choice, or by the closed form.
+        """The product by a choice, or by the default plan.
 
         Raises:
             RuntimeError: the device has not what the choice asks for.
-            AssertionError: the result differs from the closed form's by more than the roundings of both.
+            AssertionError: the result differs from the default plan's by more than the roundings of both.
         """
         build = Builder(self.tensors)
         y, *factors = build.inputs
@@ -127,7 +127,7 @@ class Search:
             y = family_of(launch.launch).add(build, launch, y, factors, None, build.empty(launch.result_shape, y.dtype), Scale())
         program = build.program([y])
         if choice is not None:
-            found, steps = program(self.tensors)[0], 4 * len(factors)  # of both, each of which may round formed factors once more
+            found, steps = program(self.tensors)[0], 4 * len(factors)  # of both; each may round formed factors once more
             if any(launch.fell_back for launch in launches):
                 raise RuntimeError("asks for more than the device has")
             is_coarse = found.dtype == torch.float32 and self.multiply.precision != "highest"
@@ -160,7 +160,7 @@ class Search:
         return sorted(self.times, key=self.times.__getitem__)
 
     def trial(self, choice: Choice) -> float:
-        """The time of a choice, by that of the closed form at the same time."""
+        """The time of a choice, by that of the default plan at the same time."""
         self.programs[choice] = self.program(choice)
         first = self.timer(lambda: self.call(choice))
         if first > OF.too_slow * min(self.times.values()):
@@ -177,7 +177,7 @@ class Search:
         return {choice: statistics.median(times) for choice, times in taken.items()}
 
     def result(self) -> TuningResult:
-        """The fastest of the choices that have a time, or the closed form's where none is clearly faster."""
+        """The fastest of the choices that have a time, or the default plan if none is clearly faster."""
         (winner, *_), default = self.fastest(), self.times[self.closed]
         is_faster, spent = self.times[winner] <= OF.worth * default, time.perf_counter() - self.start
         best, choice = (self.times[winner], winner) if is_faster else (default, None)

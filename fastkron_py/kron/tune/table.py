@@ -37,7 +37,7 @@ INTERPRETER: Final = "interpreter"  # in place of a device's name
 
 
 class TuningWarning(UserWarning):
-    """A tuning table could not be read or written; results are right all the same, by the closed form's choice."""
+    """A tuning table could not be read or written; results stay correct, by the default plan."""
 
 
 def _warn(message: str) -> None:
@@ -140,8 +140,8 @@ class Entry:
 
     Attributes:
         problem: that the choice is for.
-        choice: the fastest launches, or None where nothing was faster than the closed form.
-        default_us: microseconds of the closed form.
+        choice: the fastest launches, or None if nothing was faster than the default plan.
+        default_us: microseconds of the default plan.
         best_us: microseconds of the choice.
     """
 
@@ -162,15 +162,15 @@ _mine: dict[Problem, Entry] = {}  # tuned by this process, on disk or not
 
 
 def is_off() -> bool:
-    """Whether ``FASTKRON_TUNING=off`` asks for the closed form everywhere."""
+    """Whether ``FASTKRON_TUNING=off`` asks for the default plan everywhere."""
     return os.environ.get("FASTKRON_TUNING", "").lower() in ("off", "0")
 
 
 def tuned(multiply: problems.Problem, device: torch.device) -> Choice | None:
-    """The tuned choice for a multiply on a device, or None for the closed form.
+    """The tuned choice for a multiply on a device, or None for the default plan.
 
     If families do not offer the choice's launches, on a device of the same name with another chip or for operands of another alignment,
-    the closed form's are taken.
+    those of the default plan are taken.
     """
     problem = problem_of(multiply, device)
     choice = None if problem is None else lookup(problem)
@@ -178,7 +178,7 @@ def tuned(multiply: problems.Problem, device: torch.device) -> Choice | None:
 
 
 def lookup(problem: Problem) -> Choice | None:
-    """The tuned choice for a problem, or None: nothing was tuned, or nothing was faster than the closed form."""
+    """The tuned choice for a problem, or None: nothing was tuned, or nothing was faster than the default plan."""
     if is_off():
         return None
     shipped = Path(__file__).parent / "tables" / file_name(problem.device)
@@ -290,7 +290,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
 
 
 def _entry_from(data: Any) -> Entry:
-    """The entry that a JSON object describes, or any of the errors that `read` expects. Its choice is looked at where it is taken."""
+    """The entry of a JSON object, or any of the errors that `read` expects. Its choice is looked at where it is taken."""
     if data["schema"] != SCHEMA:
         raise ValueError(f"schema {data['schema']!r:.20}, not {SCHEMA}")
     problem = Problem(**data["problem"] | {"factors": tuple([(p, q) for p, q in data["problem"]["factors"]])})
