@@ -258,7 +258,7 @@ class Host(NamedTuple):
 class Memory(NamedTuple):
     """Figures of a GPU's memory."""
 
-    cache: float  # bytes of what a launch reads and writes that stay in the L2 cache, about
+    cache: float  # bytes up to which what a launch reads and writes stays in the L2 cache; of more, the first is gone when it is read again
     wait: float  # seconds between two launches that wait for each other
 
 
@@ -380,9 +380,9 @@ class Mode:
 
     @cached_property
     def streamed(self) -> float:
-        """Seconds to move what does not stay in the cache, at the least."""
+        """Seconds to move the operand and the result, at the least; 0 if both may stay in the cache."""
         moved = self.batches * self.slices * (self.p + self.q) * self.itemsize
-        return max(0.0, moved - figures(Memory, "memory", self.gpu).cache) / self.gpu.bandwidth
+        return moved / self.gpu.bandwidth if moved > figures(Memory, "memory", self.gpu).cache else 0.0
 
     def moves(self, block_s: int, run: int) -> dict[str, float]:
         """The quantities that a launch of tiles has in common with all others, in seconds: what it reads of x and writes of the result.
@@ -392,7 +392,7 @@ class Mode:
             run: slices of it that are one run of memory wherever it begins, if something comes after the mode.
 
         Returns:
-            "start" and "bytes"; "streamed", what does not fit into the cache; "elements", of which 16-bit ones need as many instructions;
+            "start" and "bytes"; "streamed", "bytes" if they exceed the cache; "elements", of which 16-bit ones need as many instructions;
             "addresses", by which loads and stores of less than 16 bytes are more; "sectors", of runs that share these with others;
             "in_place" and "crossing", bytes and elements that are moved where something comes after the mode, and where tiles cross runs.
         """

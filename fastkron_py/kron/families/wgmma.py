@@ -145,7 +145,7 @@ def offers(segment: Segment) -> list[Offer] | str:
 
 
 def quantities(mode: Mode) -> dict[str, float]:
-    """Those of a multiply: of its tiles, and of their steps."""
+    """Those of a multiply: of its tiles, of their steps, and of a result that is stored in rows, which takes longer than in columns."""
     config, depth, vector = multiply_config(mode), ceil(mode.p, BLOCK_K), VECTOR_BYTES // mode.itemsize
     turns, rounds = mode.rounds(config.items, 1)
     loaded = math.gcd(mode.p if mode.after == 1 else mode.after, vector)
@@ -154,6 +154,7 @@ def quantities(mode: Mode) -> dict[str, float]:
         "operations": mode.operating(2 * rounds * depth * BLOCK_K * BLOCK_M * config.block_n),
         "tiles": mode.moving(rounds * BLOCK_M * (mode.p + config.block_n)),
         "unaligned_steps": turns * depth * (vector / loaded - 1) * MICROSECOND,
+        "in_rows": mode.result_seconds(1) if mode.after == 1 and not mode.to_front else 0.0,
     }
 
 
