@@ -159,7 +159,7 @@ class _Weights:
                 return product(left, right).to(dtype)
 
         function = torch.mm if _is_plain(pair, dtype) else call
-        made = kept.pop(0) if kept else build.call(function, pair, describe((size.rows, size.columns), dtype))  # type: ignore[arg-type]
+        made = kept.pop(0) if kept else build.call(function, pair, describe((size.rows, size.columns), dtype))
         self.made.append(made)
         return made
 

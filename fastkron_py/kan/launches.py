@@ -24,7 +24,7 @@ from fastkron_py.runtime.program import bits
 from fastkron_py.tiling.gemm import begin_nothing
 from fastkron_py.tiling.gemm_config import GemmTile
 from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
-from fastkron_py.tiling.products import _sum_partials_kernel, arithmetic
+from fastkron_py.tiling.products import arithmetic, sum_launcher
 from fastkron_py.tiling.torch_products import column_sums
 
 ALIGNED: Final = 16  # elements: more makes no load wider
@@ -143,20 +143,15 @@ def add_gradients(
         call = _Call(build, problem, x, coefficients, _table(build, x, layer), dy)
         pipelined = takes_pipelined(problem, True)
         if needs[0] and needs[1] and not pipelined and not problem.is_large:
-            found = _add_both_gradients(call)
+            aligned = operands.aligned(build, coefficients)
+            found = [build.empty(t.shape, t.dtype) for t in (x, aligned)]
+            _add_plain_gradients(call, (dy, dy), (aligned, aligned), *found)
         else:
             found = [_add_input_gradient(call, pipelined)] if needs[0] else []
             found += [_add_coefficient_gradient(call, pipelined)] if needs[1] else []
     if needs[2]:
         found.append(build.call(column_sums, (dy,), describe(dy.shape[1:], dy.dtype)))
     return found
-
-
-def _add_both_gradients(call: _Call) -> list[Tensor]:
-    coefficients = operands.aligned(call.build, call.coefficients)
-    dx, dcoef = (call.build.empty(t.shape, t.dtype) for t in (call.x, coefficients))
-    _add_plain_gradients(call, (call.dy, call.dy), (coefficients, coefficients), dx, dcoef)
-    return [dx, dcoef]
 
 
 def _add_input_gradient(call: _Call, pipelined: bool) -> Tensor:
@@ -215,33 +210,26 @@ def _table(build: Builder, x: Tensor, layer: LayerConfig) -> Tensor:
 
 # ---- launches, and the second stage of their sums --------------------------------------------------
 
-_SUM_BLOCK: Final = 256
 _SUM_ROWS: Final = 32
 
 
-class _Stored(NamedTuple):
-    """How a kernel stores a result: whole, or as partial sums that a second launch adds."""
+class _Partial(NamedTuple):
+    """A kernel's result is partial sums."""
 
-    parts: int = 1  # of the sums; 1 for the result itself
-    second: LaunchConfig | None = None  # the launch that adds them
+    parts: int  # of the sums
+    second: Launcher  # the launch that adds them
     scalars: tuple[int, ...] = ()  # of that launch
 
 
-def _in_splits(splits: int, out: Tensor) -> _Stored:
-    """The result, or partial sums ``[splits, ...]`` that are added in order."""
-    if splits == 1:
-        return _Stored()
-    size = out.numel()
-    # stride_b is of a batch of sums; there is one here.
-    strides = {"stride_b": 0, "stride_r": size}
-    arguments = {**strides, "programs": splits, "SIZE": size, "BLOCK_R": 4, "BLOCK": _SUM_BLOCK, "COLUMNS": 0, "num_warps": 4}
-    return _Stored(splits, LaunchConfig(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments), (bits(1.0),))
+def _in_splits(splits: int, out: Tensor) -> _Partial | None:
+    """Partial sums ``[splits, ...]`` that are added in order; None for the result itself."""
+    return None if splits == 1 else _Partial(splits, sum_launcher(out.numel(), splits), (bits(1.0),))
 
 
-def _in_segments(shape: tuple[int, int, int], first: int, degrees: int, choice: Pipelined, units: int, segments: int) -> _Stored:
+def _in_segments(shape: tuple[int, int, int], first: int, degrees: int, choice: Pipelined, units: int, segments: int) -> _Partial | None:
     """Partial sums of a result [terms, rows, columns], from term first on; a second kernel adds those of each tile."""
     if segments == 1:
-        return _Stored()
+        return None
     terms, rows, columns = shape
     arguments = {
         "num_in": columns,
@@ -258,22 +246,16 @@ def _in_segments(shape: tuple[int, int, int], first: int, degrees: int, choice: 
         "num_warps": 4,
     }
     programs = -(-columns // choice.block_n) * -(-rows // _SUM_ROWS) * (terms - first)
-    return _Stored(segments, LaunchConfig(_sum_segments_kernel, (programs,), arguments))
+    return _Partial(segments, Launcher([LaunchConfig(_sum_segments_kernel, (programs,), arguments)]))
 
 
-def _add(build: Builder, configs: Sequence[LaunchConfig], given: tuple[Any, ...], results: Sequence[tuple[Tensor | None, _Stored]]) -> None:
+def _add(build: Builder, configs: Sequence[LaunchConfig], given: tuple[Any, ...], results: Sequence[tuple[Any, _Partial | None]]) -> None:
     """Launch a kernel on operands and results, then the second stages; None for a result that the kernel leaves alone."""
-    targets = [_target(build, out, stored) for out, stored in results]
+    targets = [out if by is None else build.empty((by.parts, *out.shape), wide_dtype(out.dtype)) for out, by in results]
     build.launch(Launcher(configs), (*given, *[given[0] if t is None else t for t in targets]))
-    for target, (out, stored) in zip(targets, results, strict=True):
-        if stored.second is not None:
-            build.launch(Launcher([stored.second]), (target, out), stored.scalars)
-
-
-def _target(build: Builder, out: Tensor | None, stored: _Stored) -> Tensor | None:
-    if out is None or stored.second is None:
-        return out
-    return build.empty((stored.parts, *out.shape), wide_dtype(out.dtype))
+    for target, (out, by) in zip(targets, results, strict=True):
+        if by is not None:
+            build.launch(by.second, (target, out), by.scalars)
 
 
 # ---- the kernels for Hopper GPUs -------------------------------------------------------------------
@@ -486,7 +468,7 @@ def _add_plain_gradients(
     programs = sum([count for _, count, _ in made])
     configs = _plain_configs(_poly_kan_gradients_kernel, programs, min([tile.stages for tile in tiles]), arguments)
     splits = iter(tiles)
-    results = [(out, _Stored() if out is None else _in_splits(next(splits).splits, out)) for out in (dx, dcoef)]
+    results = [(out, None if out is None else _in_splits(next(splits).splits, out)) for out in (dx, dcoef)]
     _add(call.build, configs, (*dys, call.x, *coefficients, call.table), results)
 
 

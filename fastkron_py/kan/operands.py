@@ -109,12 +109,11 @@ def _transpose(build: Builder, t: Tensor, results: tuple[Tensor, ...], stride: i
 def constant(build: Builder, coefficients: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The numbers ``[O]`` that degree 0 and the bias add to every row of y, of contiguous coefficients ``[terms, O, I]``."""
 
-    def call(c: Tensor, *bias: Tensor) -> Tensor:
+    def call(c: Tensor, bias: Tensor | None = None) -> Tensor:
         sums = c[0].sum(-1, dtype=dtype)
-        return sums + bias[0] if bias else sums
+        return sums if bias is None else sums + bias
 
-    operands = (coefficients,) if bias is None else (coefficients, bias)
-    found: Tensor = build.call(call, operands, describe(coefficients.shape[1:2], dtype))
+    found: Tensor = build.call(call, (coefficients, bias), describe(coefficients.shape[1:2], dtype))
     return found
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from fastkron_py.kan import program, torch_backend
 from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.eager import takes_fast_path, wants_gradient
-from fastkron_py.runtime.operator import GradientCall, Operator, Saved
-from fastkron_py.runtime.operator_pair import gradient_operator
+from fastkron_py.runtime.operator import Operator, Saved
+from fastkron_py.runtime.operator_pair import gradient_call, gradient_operator
 from fastkron_py.runtime.precision import torch_products
 from fastkron_py.tiling.torch_products import column_sums
 
@@ -28,18 +28,10 @@ _OPTIONS: Final = "str basis, str normalization, int table_size, str? precision,
 _TENSORS: Final = "Tensor x, Tensor coefficients, Tensor? bias"
 
 
-def _fake(x: Tensor, coefficients: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], coefficients.shape[1]))
-
-
 def _in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> Tensor:
     x, coefficients, bias = tensors
     *layer_key, precision, _ = options
     return torch_backend.evaluate(x, coefficients, bias, program.layer_of(coefficients, *layer_key), precision)
-
-
-def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
-    return GradientCall.of(poly_kan_backward, (dy, *saved.tensors), (*saved.needs, *saved.options), saved.needs)
 
 
 def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
@@ -67,15 +59,6 @@ def _derived_by_torch(dy: Tensor, x: Tensor, coefficients: Tensor, needs: Sequen
     return [*found, column_sums(dy.reshape(-1, dy.shape[-1]))] if needs[2] else found
 
 
-poly_kan = Operator(
-    f"poly_kan({_TENSORS}, {_OPTIONS}) -> Tensor",
-    program=program.forward,
-    fake=_fake,
-    backward=_backward,
-    gradient_call=_gradient_call,
-    vmap="rows",
-    in_torch=_in_torch,
-)
 poly_kan_backward = gradient_operator(
     "poly_kan_backward",
     _TENSORS,
@@ -83,4 +66,14 @@ poly_kan_backward = gradient_operator(
     program=program.gradients,
     in_torch=_in_torch,
     context=lambda dy, options: torch_products(dy, options[3]),
+)
+_gradient_call = gradient_call(poly_kan_backward)
+poly_kan = Operator(
+    f"poly_kan({_TENSORS}, {_OPTIONS}) -> Tensor",
+    program=program.forward,
+    fake=lambda x, coefficients, *_: x.new_empty((*x.shape[:-1], coefficients.shape[1])),
+    backward=_backward,
+    gradient_call=_gradient_call,
+    vmap="rows",
+    in_torch=_in_torch,
 )

@@ -33,11 +33,11 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     build = Builder(tensors, _most_shared(x, coefficients))
     operands = tuple(build.inputs)
     shape = (*x.shape[:-1], coefficients.shape[1])
-    differentiable = None
+    differentiable: Callable[..., Tensor] | None = None
     if not x.numel() or not math.prod(shape) or backend_of(backend, x, layer) == "torch":
         y = _add_forward_by_torch(build, operands, layer, precision)
         if precision is None and x.dtype not in HALF_DTYPES and 0 < x.numel() * layer.terms <= _SMALL:
-            differentiable = _recorded(layer)
+            differentiable = lambda x, c, bias=None: torch_backend.evaluate(x, c, bias, layer, None)  # noqa: E731
     else:
         from fastkron_py.kan import launches
 
@@ -89,27 +89,17 @@ def wanted(of_each: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
 
 
 def _add_forward_by_torch(build: Builder, operands: tuple[Any, ...], layer: LayerConfig, precision: str | None) -> Tensor:
-    x, coefficients, bias = operands
+    x, coefficients, _ = operands
     shape = (*x.shape[:-1], coefficients.shape[1])
 
-    def by_torch(x: Tensor, c: Tensor, *given: Tensor) -> Tensor:
-        bias = given[0] if given else None
+    def by_torch(x: Tensor, c: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.numel() == 0:  # a sum over nothing
             return x.new_zeros(shape) if bias is None else bias.expand(shape).clone(memory_format=torch.contiguous_format)
         with torch_products(x, precision):
             return torch_backend.multiply(x.reshape(-1, x.shape[-1]), c, bias, layer).view(shape)
 
-    y: Tensor = build.call(by_torch, operands if bias is not None else operands[:2], describe(shape, x.dtype))
+    y: Tensor = build.call(by_torch, operands, describe(shape, x.dtype))
     return y
-
-
-def _recorded(layer: LayerConfig) -> Callable[..., Tensor]:
-    """The layer as operations that autograd records."""
-
-    def by_torch(x: Tensor, c: Tensor, *given: Tensor) -> Tensor:
-        return torch_backend.evaluate(x, c, given[0] if given else None, layer, None)
-
-    return by_torch
 
 
 def _add_gradients_by_torch(

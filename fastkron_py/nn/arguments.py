@@ -26,15 +26,6 @@ def check_flag(name: str, value: Any) -> bool:
     return value
 
 
-def check_probability(name: str, value: Any) -> float:
-    """Accept a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise type_error(name, "a probability", type_name(value))
-    if not 0 <= float(value) <= 1:
-        raise value_error(name, "a probability", value)
-    return float(value)
-
-
 def check_pair(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, Any]:
     """Accept one value, which is used twice, or a pair of them."""
     pair = tuple(value) if isinstance(value, tuple | list) else (value, value)

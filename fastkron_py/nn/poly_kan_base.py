@@ -28,16 +28,6 @@ class EdgeFunctions(Configured):
         shape: ``[outputs, inputs, ...]`` of the coefficients of each function of the basis.
         features: inputs with a range of their own.
         degree: as in `PolyKANLinear`, and so the rest.
-        basis: of the functions.
-        bias: add a learned number to each output.
-        basis_parameters: of the basis.
-        normalization: None is the basis's own.
-        momentum: of the running range.
-        evaluation: "recurrence" or "lut".
-        lut_size: of the table.
-        precision: of float32 products.
-        device: of the parameters.
-        dtype: of the parameters.
     """
 
     coefficients: nn.Parameter
@@ -185,12 +175,7 @@ class EdgeFunctions(Configured):
         self.high.copy_(after[1])
 
     def _sums(
-        self,
-        x: Tensor,
-        coefficients: Tensor,
-        bounds: Tensor | None,
-        bias: Tensor | None,
-        normalization: str | None = None,
+        self, x: Tensor, coefficients: Tensor, bounds: Tensor | None, bias: Tensor | None, normalization: str | None = None
     ) -> Tensor:
         """`poly_kan` with this layer's options and bounds ``[2, in]``; another normalization where a part of it has been done."""
         return poly_kan(

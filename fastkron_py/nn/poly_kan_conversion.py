@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
@@ -23,17 +24,8 @@ CHEBYKAN: Final = "cheby_coeffs"
 CHEBYKAN_BUFFERS: Final = ("arange",)  # the degrees 0, 1, ...
 EFFICIENT_KAN: Final = ("base_weight", "spline_weight", "grid")
 EFFICIENT_KAN_SCALER: Final = "spline_scaler"
-_HOOKS: Final = (  # of torch.nn.Module, around forward and backward
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_is_full_backward_hook",
-)
-_STATE_HOOKS: Final = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_STATE_HOOKS: Final = [name for name in vars(nn.Module()) if "state_dict" in name]
+_HOOKS: Final = [name for name in vars(nn.Module()) if "_hook" in name and name not in _STATE_HOOKS]  # around forward and backward
 _Layer = TypeVar("_Layer", bound=PolyKANLinear)
 _UNIFORM: Final = 1e-3  # of a grid's step: how far a point may lie from an even grid, which float32 rounds
 
@@ -329,10 +321,7 @@ def _taken_over(layer: _Layer, module: nn.Module, memo: dict[int, Any]) -> _Laye
 
 def _check_own_parameters(model: nn.Module, layers: list[nn.Module]) -> None:
     """Raise an error for parameters of these layers that other modules have too: converted, they would be trained apart."""
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     for layer in layers:
         for name, parameter in layer._parameters.items():
             if parameter is not None and owners[id(parameter)] > 1:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.nn.arguments import check_flag, check_interval, check_positive, check_probability
+from fastkron_py.nn.arguments import check_flag, check_interval, check_positive
 from fastkron_py.nn.modules import Configured, NotScriptable, is_materialized, is_plain
 from fastkron_py.nn.rational_fit import FUNCTIONS, INTERVAL, Fit, fit, initial
-from fastkron_py.rational.api import DEGREE_MOST, check_noise, linear_rational, rational
+from fastkron_py.rational.api import DEGREE_MOST, linear_rational, rational
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.runtime.backend import backend
-from fastkron_py.runtime.checks import check_integer, check_real_dtype
+from fastkron_py.runtime.checks import check_choice, check_integer, check_probability, check_real_dtype
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 torch.fx.wrap("linear_rational")  # torch.fx traces calls of these, and does not look into them
@@ -81,11 +81,8 @@ class GroupRational(NotScriptable, Configured):
             raise value_error("num_groups", f"a divisor of num_features, {self.num_features}", self.num_groups)
         self.degrees = _checked_degrees(degrees)
         found = find_denominator(version)
-        check_noise(noise)
-        if not isinstance(init, str):
-            raise type_error("init", f"one of {', '.join(FUNCTIONS)}", type_name(init))
-        if init not in FUNCTIONS:
-            raise value_error("init", f"one of {', '.join(FUNCTIONS)}", repr(init))
+        check_probability("noise", noise, "a number from 0 to 1")
+        check_choice("init", init, tuple(FUNCTIONS))
         check_flag("share_numerator", share_numerator)
         if dtype is not None:
             check_real_dtype("dtype", dtype)
@@ -292,7 +289,8 @@ class GRKAN(nn.Module):
             act.reset_parameters()
             if not is_materialized(linear.weight):
                 continue
-            linear.weight.normal_(0.0, math.sqrt(_gain(act.init, act.degrees, act.version) / linear.in_features))
+            begun = GroupRational(1, 1, act.degrees, act.version, act.init, device="cpu", dtype=torch.float64)
+            linear.weight.normal_(0.0, math.sqrt(begun.gain() / linear.in_features))
             if linear.bias is not None:
                 linear.bias.zero_()
 
@@ -310,8 +308,3 @@ def _linear_then(linear: nn.Linear, act: GroupRational, x: Tensor) -> Tensor:
         y: Tensor = act(linear(x))
         return y
     return linear_rational(x, linear.weight, linear.bias, act.numerator, act.denominator, **act.options)
-
-
-def _gain(init: str, degrees: tuple[int, int], version: str) -> float:
-    """`GroupRational.gain` of a function as it begins."""
-    return GroupRational(1, 1, degrees, version, init, device="cpu", dtype=torch.float64).gain()

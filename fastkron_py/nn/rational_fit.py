@@ -1,7 +1,7 @@
 """Fits of rational functions to other functions, the functions that activations can begin as, and the table of their coefficients.
 
-Least squares on a grid by Levenberg and Marquardt's method, from several starts, then Lawson's weights, which grow where
-the error is large, so that the largest error shrinks towards the least possible. Everything is float64 on the CPU.
+Least squares on a grid by SciPy, from several starts, then Lawson's weights, which grow where the error is large, so that the largest
+error shrinks towards the least possible. Everything is float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ STEPS: Final = 120  # of least squares from each start
 ROUNDS: Final = 40  # of new weights
 STEPS_PER_ROUND: Final = 12
 _MARGIN: Final = 0.05  # as small as a Q that has poles may become on the interval
+_REJECTED: Final = 1e3  # of all residuals where it is smaller
 
 Function = Callable[[Tensor], Tensor]
 
@@ -45,13 +46,12 @@ def _values(a: Tensor, b: Tensor, x: Tensor, denominator: Denominator) -> tuple[
     return host_polynomial(a.unbind(), x) / q, q
 
 
-def _jacobian(a: Tensor, b: Tensor, x: Tensor, denominator: Denominator) -> tuple[Tensor, Tensor]:
-    """(P / Q, its derivatives ``[points, coefficients]``)."""
+def _jacobian(a: Tensor, b: Tensor, x: Tensor, denominator: Denominator) -> Tensor:
+    """The derivatives of P / Q ``[points, coefficients]``."""
     q, _, slopes = denominator.host_derivatives(b.unbind(), x)
     y = host_polynomial(a.unbind(), x) / q
     columns = [power / q for power in host_powers(x, len(a))]
-    columns += [-y / q * slope for slope in slopes]
-    return y, torch.stack(columns, 1)
+    return torch.stack([*columns, *[-y / q * slope for slope in slopes]], 1)
 
 
 class _Model(NamedTuple):
@@ -69,36 +69,26 @@ def _models(denominator: Denominator, degree: int) -> list[_Model]:
 
 
 def _least_squares(a: Tensor, b: Tensor, x: Tensor, target: Tensor, weights: Tensor, model: _Model, steps: int) -> tuple[Tensor, Tensor]:
-    """Levenberg-Marquardt steps towards the least ``sum_i weights_i (P / Q - target)_i^2``."""
-    denominator = model.denominator
+    """Steps of Levenberg and Marquardt's method towards the least ``sum_i weights_i (P / Q - target)_i^2``."""
+    from scipy.optimize import least_squares
+
+    denominator, roots, start = model.denominator, weights.sqrt(), torch.cat([a, b])
     free = torch.tensor([True] * len(a) + list(model.free))
-    damping = 1e-3
-    roots = weights.sqrt()
 
-    def cost(a: Tensor, b: Tensor) -> float:
-        y, q = _values(a, b, x, denominator)
-        bad = denominator.has_poles and bool((q < _MARGIN).any())
-        return float("inf") if bad else float((weights * (y - target) ** 2).sum())
+    def split(values: Any) -> tuple[Tensor, Tensor]:
+        both = start.masked_scatter(free, torch.from_numpy(values))
+        return both[: len(a)], both[len(a) :]
 
-    now = cost(a, b)
-    for _ in range(steps):
-        y, jacobian = _jacobian(a, b, x, denominator)
-        jacobian, residual = (jacobian * roots[:, None])[:, free], (target - y) * roots
-        normal, slope = jacobian.T @ jacobian, jacobian.T @ residual
-        step = torch.zeros(len(free), dtype=x.dtype)
-        step[free] = torch.linalg.solve(normal + damping * torch.diag(normal.diagonal().clamp_min(1e-12)), slope)
-        new = a + step[: len(a)], b + step[len(a) :]
-        value = cost(*new)
-        if value < now:
-            gain, (a, b), now = 1 - value / now, new, value
-            damping = max(damping / 3, 1e-12)
-            if gain < 1e-9:
-                break
-        else:
-            damping *= 4
-            if damping > 1e9:
-                break
-    return a, b
+    def residuals(values: Any) -> Any:
+        y, q = _values(*split(values), x, denominator)
+        is_bad = denominator.has_poles and bool((q < _MARGIN).any())
+        return (torch.full_like(x, _REJECTED) if is_bad else (y - target) * roots).numpy()
+
+    def jacobian(values: Any) -> Any:
+        return (_jacobian(*split(values), x, denominator) * roots[:, None])[:, free].numpy()
+
+    found = least_squares(residuals, start[free].numpy(), jacobian, method="lm", x_scale="jac", max_nfev=steps)
+    return split(found.x)
 
 
 def _refine(a: Tensor, b: Tensor, x: Tensor, target: Tensor, denominator: Denominator, model: _Model) -> Fit:

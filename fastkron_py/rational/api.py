@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Hashable
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -14,7 +13,7 @@ from fastkron_py.rational.denominators.registry import Denominator, find_denomin
 from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import REAL_DTYPES, check_dense
+from fastkron_py.runtime.checks import REAL_DTYPES, check_dense, check_probability
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, autocasted
 
@@ -98,7 +97,7 @@ def prepare(
 ) -> Prepared:
     """Check, apply autocast to the result's dtype and a noisy version's noise to the numerator, and ask for the backend."""
     found = find_denominator(version)
-    check_noise(noise)
+    check_probability("noise", noise, "a number from 0 to 1")
     _check_tensors(x, numerator, denominator)
     _check_shapes(x, numerator, denominator, found)
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
@@ -109,7 +108,9 @@ def prepare(
 
 
 def call_key(verb: str, x: Tensor, version: str, training: bool, noise: float, *more: Any) -> Hashable:
-    """The key of a call in the cache, beside its tensors; None for a call that is compiled. Nothing has been checked yet."""
+    """The key of a call in the cache, beside its tensors; None for a call that is compiled. Nothing but x's type has been checked yet."""
+    if not isinstance(x, Tensor):
+        raise type_error("x", "a torch tensor", type_name(x))
     return None if torch.compiler.is_compiling() else (verb, version, training, noise, type(noise), autocast_dtype(x), *more)
 
 
@@ -162,7 +163,7 @@ def linear_rational(
         torch.Size([4, 197, 768])
     """
     found = find_denominator(version)
-    check_noise(noise)
+    check_probability("noise", noise, "a number from 0 to 1")
     if not isinstance(x, Tensor):
         raise type_error("x", "a torch tensor", type_name(x))
     tensors = [t for t in (x, weight, bias, numerator, denominator) if t is not None]
@@ -185,14 +186,6 @@ def linear_rational(
 
 
 # ---- checks ----------------------------------------------------------------------------------
-
-
-def check_noise(noise: Any) -> None:
-    """Accept a number from 0 to 1."""
-    if isinstance(noise, bool) or not isinstance(noise, numbers.Real):
-        raise type_error("noise", "a number from 0 to 1", type_name(noise))
-    if not 0 <= float(noise) <= 1:
-        raise value_error("noise", "a number from 0 to 1", noise)
 
 
 def _check_tensors(*tensors: Any) -> None:
@@ -285,8 +278,6 @@ def rational_linear(
         >>> rational_linear(x, torch.randn(8, 6), torch.randn(8, 4), w).shape
         torch.Size([4, 197, 768])
     """
-    if not isinstance(x, Tensor):
-        raise type_error("x", "a torch tensor", type_name(x))
     tensors = (x, numerator, denominator, weight) if bias is None else (x, numerator, denominator, weight, bias)
     key = call_key("rational_linear", x, version, training, noise, bias is None)
     entry = None if key is None else CACHE.find(key, tensors)
@@ -346,8 +337,6 @@ def layer_norm_rational(
         >>> layer_norm_rational(x, one, zero, torch.randn(8, 6), torch.randn(8, 4)).shape
         torch.Size([4, 197, 192])
     """
-    if not isinstance(x, Tensor):
-        raise type_error("x", "a torch tensor", type_name(x))
     tensors = (x, weight, bias, numerator, denominator)
     key = call_key("layer_norm_rational", x, version, training, noise, eps, type(eps))
     entry = None if key is None else CACHE.find(key, tensors)

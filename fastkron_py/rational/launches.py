@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkron_py.rational.denominators.registry import Denominator, find_denominator
-from fastkron_py.rational.kernels.elementwise import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
+from fastkron_py.rational.kernels.elementwise import WALK, _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
 from fastkron_py.rational.kernels.function import epilogue_rational, value_rational
 from fastkron_py.rational.kernels.layer_norm import _columns_kernel, _layer_norm_rational_bwd_kernel, _layer_norm_rational_fwd_kernel
 from fastkron_py.rational.plan import MEASURED, LaunchShape, RowWalk, Runs, linear_tile, preference, walk, walk_rows
@@ -66,14 +66,10 @@ class Function(NamedTuple):
     def add_sums(self, build: Builder, partial: Tensor, gradients: Sequence[Tensor], count: int, block: int, num_warps: int) -> None:
         """Add the second stage of the coefficients' gradients: count partial sums of each, block of them at a time."""
         arguments = {
-            "stride_bg": self.b.stride(0),
-            "stride_bj": self.b.stride(1),
+            **{name: value for name, value in self.arguments().items() if name in _rational_coefficients_kernel.arg_names},
             "count": count,
             "A_GROUPS": self.a.shape[0],
             "B_GROUPS": self.b.shape[0],
-            "A_COUNT": self.a.shape[1],
-            "B_COUNT": self.b.shape[1],
-            "DENOMINATOR": self.denominator.device.complete(),
             "BLOCK": block,
             "num_warps": num_warps,
         }
@@ -100,15 +96,7 @@ def _walked(function: Function, runs: Runs, tensors: Sequence[Tensor], backward:
     arguments = {
         **function.arguments(),
         **({"maxnreg": wanted.registers} if is_limited else {}),
-        "total": chosen.total,
-        "per_run": chosen.per_run,
-        "phases": chosen.phases,
-        "periods": chosen.periods,
-        "last_phases": chosen.last_phases,
-        "iterations": chosen.iterations,
-        "short": chosen.short,
-        "long_chunks": chosen.long_chunks,
-        "rows_per_period": 0 if chosen.mode == "flat" else chosen.phases * chosen.block // chosen.per_run,
+        **{name: getattr(chosen, name) for name in WALK},
         "GROUPS": runs.groups,
         "VECTOR": chosen.vector,
         "BLOCK": chosen.block,

@@ -27,8 +27,8 @@ from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_gradient, without_autocast
-from fastkron_py.runtime.operator import GradientCall, Operator, Saved
-from fastkron_py.runtime.operator_pair import gradient_operator
+from fastkron_py.runtime.operator import Operator, Saved
+from fastkron_py.runtime.operator_pair import gradient_call, gradient_operator
 from fastkron_py.runtime.precision import resolved, wide_dtype
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.torch_products import cut_product
@@ -37,18 +37,10 @@ _TENSORS = "Tensor x, Tensor numerator, Tensor denominator"
 _OPTIONS = "str version, ScalarType dtype, str backend"
 
 
-def _fake(x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype, backend: str) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
-
-
 def _in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> Tensor:
     x, a, b = tensors
     version, dtype, _ = options
     return torch_backend.evaluate(x, a, b, version, dtype)
-
-
-def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
-    return GradientCall.of(rational_backward, (dy, *saved.tensors), (*saved.needs, *saved.options), saved.needs)
 
 
 def _fake_backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, *options: Any) -> list[Tensor]:
@@ -56,33 +48,20 @@ def _fake_backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, *options: Any) -
     return [t for t, need in zip(made, options, strict=False) if need]
 
 
+rational_backward = gradient_operator(
+    "rational_backward", _TENSORS, _OPTIONS, program=program.gradients, in_torch=_in_torch, fake=_fake_backward
+)
 rational = Operator(
     f"rational({_TENSORS}, {_OPTIONS}) -> Tensor",
     program=program.forward,
-    fake=_fake,
-    gradient_call=_gradient_call,
+    fake=lambda x, a, b, version, dtype, backend: torch.empty_like(x, dtype=dtype),
+    gradient_call=gradient_call(rational_backward),
     vmap="rows",
     in_torch=_in_torch,
-)
-rational_backward = gradient_operator(
-    "rational_backward", _TENSORS, _OPTIONS, program=program.gradients, in_torch=_in_torch, fake=_fake_backward
 )
 
 
 # ---- rational_linear -------------------------------------------------------------------------------
-
-
-def _fake_rational_linear(
-    x: Tensor,
-    numerator: Tensor,
-    denominator: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    version: str,
-    dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    return linear(torch.empty_like(x, dtype=dtype), weight, bias)
 
 
 def _backward_of_rational_linear(saved: Saved, dz: Tensor) -> tuple[Tensor | None, ...]:
@@ -111,7 +90,7 @@ def _rational_linear_in_torch(tensors: Sequence[Any], options: Sequence[Any]) ->
 rational_linear = Operator(
     f"rational_linear({_TENSORS}, Tensor weight, Tensor? bias, {_OPTIONS}) -> Tensor",
     program=program.rational_linear,
-    fake=_fake_rational_linear,
+    fake=lambda x, a, b, weight, bias, version, dtype, backend: linear(torch.empty_like(x, dtype=dtype), weight, bias),
     backward=_backward_of_rational_linear,
     vmap="samples",
     in_torch=_rational_linear_in_torch,
@@ -149,10 +128,6 @@ def _program(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool = Fals
     return launches.linear_rational(tensors, options, keep)
 
 
-def _fake_linear_rational(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 def _backward_of_linear_rational(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias, a, b = saved.tensors
     need_x, need_weight, need_bias, *need_coefficients = saved.needs
@@ -175,7 +150,7 @@ linear_rational = Operator(
     "linear_rational(Tensor x, Tensor weight, Tensor? bias, Tensor numerator, Tensor denominator, str version) -> Tensor",
     program=_program,
     saving=partial(_program, keep=True),
-    fake=_fake_linear_rational,
+    fake=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
     backward=_backward_of_linear_rational,
     vmap="samples",
 )
@@ -201,19 +176,6 @@ def _fake_layer_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return y, x.new_empty(rows, dtype=compute), x.new_empty(rows, dtype=compute)
 
 
-def _gradient_call_of_layer_norm(saved: Saved, dy: Tensor) -> GradientCall:
-    tensors = (dy, *saved.tensors, *saved.kept)
-    return GradientCall.of(layer_norm_rational_backward, tensors, (*saved.needs, *saved.options), saved.needs)
-
-
-layer_norm_rational = Operator(
-    f"layer_norm_rational({_OF_LAYER_NORM}, float eps, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    program=program.layer_norm_rational,
-    fake=_fake_layer_norm,
-    gradient_call=_gradient_call_of_layer_norm,
-    in_torch=_layer_norm_composed,
-    kept=2,
-)
 layer_norm_rational_backward = gradient_operator(
     "layer_norm_rational_backward",
     _OF_LAYER_NORM,
@@ -221,4 +183,12 @@ layer_norm_rational_backward = gradient_operator(
     kept="Tensor[] kept",
     program=program.layer_norm_gradients,
     in_torch=_layer_norm_composed,
+)
+layer_norm_rational = Operator(
+    f"layer_norm_rational({_OF_LAYER_NORM}, float eps, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    program=program.layer_norm_rational,
+    fake=_fake_layer_norm,
+    gradient_call=gradient_call(layer_norm_rational_backward),
+    in_torch=_layer_norm_composed,
+    kept=2,
 )

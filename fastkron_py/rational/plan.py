@@ -141,6 +141,11 @@ class LaunchShape:
         return math.ceil(self.total / self.block) - (self.periods - 1) * self.phases
 
     @property
+    def rows_per_period(self) -> int:
+        """Rows of a period; at most, in mode "wrap"."""
+        return 0 if self.mode == "flat" else self.phases * self.block // self.per_run
+
+    @property
     def programs(self) -> int:
         """Programs of each group."""
         return self.chunks * self.phases

@@ -44,8 +44,7 @@ def rational_linear(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program
     build = Builder(tensors)
     x, a, b, weight, bias = build.inputs
     y = add_forward(build, x, a, b, version, dtype, choose_backend(backend, tensors[0]))
-    operands = (y, weight) if bias is None else (y, weight, bias)
-    return build.program([build.call(linear, operands, describe((*x.shape[:-1], weight.shape[0]), dtype))])
+    return build.program([build.call(linear, (y, weight, bias), describe((*x.shape[:-1], weight.shape[0]), dtype))])
 
 
 def add_forward(build: Builder, x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype, backend: str) -> Tensor:

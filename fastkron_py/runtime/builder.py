@@ -139,22 +139,23 @@ class Builder:
         step.operands = tuple([self._operand(o, step) for o in operands])
         self._steps.append(step)
 
-    def call(self, function: Callable[..., Any], operands: Sequence[Tensor], *results: Tensor, scalars: Sequence[Any] = ()) -> Any:
+    def call(self, function: Callable[..., Any], operands: Sequence[Tensor | None], *results: Tensor, scalars: Sequence[Any] = ()) -> Any:
         """Add a call of torch; return its results, which are tensors without memory, as operands of later steps.
 
         Args:
             function: of the operands and scalars, to a tensor or a tuple of tensors; None if it writes to an operand.
-            operands: tensors.
+            operands: tensors; those that are None are left out.
             results: tensors without memory, as `describe` makes them.
             scalars: numbers and `Scalar`s.
         """
-        read, made = [self._value(t) for t in operands], [self._add(t) for t in results]
+        given = [t for t in operands if t is not None]
+        read, made = [self._value(t) for t in given], [self._add(t) for t in results]
         for value in made:
             value.is_returned = True
         for value in (*read, *made):
             value.is_called = True
             value.steps.append(len(self._steps))
-        views = tuple([_view(value, t) for value, t in zip(read, operands, strict=True)])
+        views = tuple([_view(value, t) for value, t in zip(read, given, strict=True)])
         self._steps.append(Step(function, views, tuple(scalars), tuple([value.number for value in made])))
         return results[0] if len(results) == 1 else list(results)
 

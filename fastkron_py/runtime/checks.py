@@ -85,6 +85,15 @@ def check_integer(name: str, value: Any, expected: str = "an integer") -> int:
     return int(value)
 
 
+def check_probability(name: str, value: Any, expected: str = "a probability") -> float:
+    """Accept a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise type_error(name, expected, type_name(value))
+    if not 0 <= float(value) <= 1:
+        raise value_error(name, expected, value)
+    return float(value)
+
+
 def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
     """Accept one of a few words."""
     if not isinstance(value, str):

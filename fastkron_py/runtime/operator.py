@@ -562,11 +562,6 @@ def second_order(
         gradients = take(torch.autograd.grad(forward(*take(own, present)), own, dy, create_graph=True), present)
         pairs = [(g, c) for g, c in zip(gradients, cotangents, strict=True) if g is not None and c is not None]
         found = torch.autograd.grad(
-            [g for g, _ in pairs],
-            (dy, *own),
-            [c for _, c in pairs],
-            create_graph=differentiable,
-            allow_unused=True,
-            materialize_grads=True,
+            [g for g, _ in pairs], (dy, *own), [c for _, c in pairs], create_graph=differentiable, allow_unused=True, materialize_grads=True
         )
     return found[0], *take(found[1:], present)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime.batching import take
-from fastkron_py.runtime.operator import Operator, Saved, second_order
+from fastkron_py.runtime.operator import GradientCall, Operator, Saved, second_order
 from fastkron_py.runtime.program import Program
 
 
@@ -28,6 +28,11 @@ def fake_gradients(count: int, kept: bool = True) -> Callable[..., list[Tensor]]
         return [t.new_empty(t.shape) for t, need in zip(given, needs, strict=True) if need and t is not None]
 
     return fake
+
+
+def gradient_call(gradients: Operator) -> Callable[[Saved, Tensor], GradientCall]:
+    """The `gradient_call` of an operator whose arguments, results that it keeps, and gradients are those of a `gradient_operator`."""
+    return lambda saved, dy: GradientCall.of(gradients, (dy, *saved.tensors, *saved.kept), (*saved.needs, *saved.options), saved.needs)
 
 
 def gradient_operator(

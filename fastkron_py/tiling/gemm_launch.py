@@ -217,20 +217,10 @@ def _launcher(problem: Problem, tile: GemmTile, overlap: Overlap) -> Launcher:
         "bias_half": 1 if problem.bias is None else problem.bias[1],
         "strides": tuple([1 if o is None else o.stride for o in (out, pair, side)]),
         "functions": problem.gemm.functions or (value_plain,),
-        "PROLOGUE": problem.gemm.prologue,
-        "EPILOGUE": problem.gemm.epilogue,
-        "VALUE": problem.gemm.value,
-        "SLOPE": problem.gemm.slope,
-        "BEGIN": problem.gemm.begin,
-        "PARAMS": problem.gemm.params,
-        "PAIRS": problem.gemm.pairs,
+        **{name.upper(): getattr(problem.gemm, name) for name in ("prologue", "epilogue", "value", "slope", "begin", "params", "pairs")},
         "SWAPPED": problem.swapped,
         "HAS_BIAS": 2 if problem.bias_rows else problem.bias is not None,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP": tile.group,
-        "PARTS": tile.parts,
+        **{name.upper(): getattr(tile, name) for name in ("block_m", "block_n", "block_k", "group", "parts")},
         "COMPUTE": compute,
         # Operands stay in shared memory as they are: a tensor core cuts off the bits that TF32 does not hold.
         "PRECISION": "cut" if precision == "tf32" else precision,
@@ -312,12 +302,7 @@ def _stacked(b: Tensor, b2: Tensor) -> Tensor:
 
 
 def _add_launch(
-    build: Builder,
-    problem: Problem,
-    tile: GemmTile,
-    operands: Operands,
-    given: tuple[tuple[Tensor, ...], Scalars],
-    overlap: Overlap,
+    build: Builder, problem: Problem, tile: GemmTile, operands: Operands, given: tuple[tuple[Tensor, ...], Scalars], overlap: Overlap
 ) -> None:
     """Add one launch; descriptors are made where the kernel is to have them."""
     a, b, b2, bias, *others = operands

@@ -178,14 +178,7 @@ def sum_steps(
 
 
 @gluon.jit
-def sum_copied_steps(
-    ring,
-    step,
-    count,
-    WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
-    HALF: gl.constexpr,
-):
+def sum_copied_steps(ring, step, count, WIDTH: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
     """The same for "split", of a left operand that was copied: its rows are split in registers, and each step is summed up in float32.
 
     Products of the other warpgroup hide this one's loads and sums.

@@ -103,6 +103,15 @@ def appended(values, value):
 
 
 @triton.jit
+def zeros(SHAPE: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """A tuple of COUNT tiles of zeros."""
+    values = ()
+    for _ in tl.static_range(COUNT):
+        values = appended(values, tl.zeros(SHAPE, DTYPE))
+    return values
+
+
+@triton.jit
 def tile_of(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """(row, column) of a tile, GROUP rows at a time, so that neighbours in time share operands."""
     first = tile // (GROUP * tiles_n) * GROUP

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from fastkron_py.integrations.timm.checkpoint import RELEASED_VERSION, renamed
 from fastkron_py.nn import GRKAN, GroupRational
-from fastkron_py.nn.arguments import check_flag, check_pair, check_probability
+from fastkron_py.nn.arguments import check_flag, check_pair
 from fastkron_py.nn.modules import is_hooked, is_plain
 from fastkron_py.rational.api import layer_norm_rational, rational_linear
+from fastkron_py.runtime.checks import check_probability
 from fastkron_py.runtime.errors import type_name, value_error
 
 # torch.fx, with which features are extracted, traces calls of these, and does not look into them.

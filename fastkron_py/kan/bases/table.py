@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fastkron_py.kan.bases.parts import stateless_step
 from fastkron_py.kan.bases.registry import Basis, Parameters
 from fastkron_py.runtime.eager import constants
 from fastkron_py.runtime.optional_triton import tl, triton
@@ -28,11 +29,6 @@ def _table_start(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
 
 
 @triton.jit
-def _table_step(state, d, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return state
-
-
-@triton.jit
 def _table_value(state, d, table_ptr, TERMS: tl.constexpr, PARAMS: tl.constexpr):
     at = table_ptr + d * PARAMS[0] + state[0]
     low = tl.load(at)
@@ -46,8 +42,8 @@ def _table_derivative(state, d, table_ptr, TERMS: tl.constexpr, PARAMS: tl.const
     return (tl.load(at + 1) - tl.load(at)) * ((PARAMS[0] - 1) / 2) + 0 * state[1]
 
 
-TABLE_MAKER = (_table_start, _table_step, _table_value)
-TABLE_DERIVATIVE_MAKER = (_table_start, _table_step, _table_derivative)
+TABLE_MAKER = (_table_start, stateless_step, _table_value)
+TABLE_DERIVATIVE_MAKER = (_table_start, stateless_step, _table_derivative)
 
 
 def basis_table(basis: Basis, terms: int, parameters: Parameters, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -21,6 +21,20 @@ def _load_columns(rows, mask_m, first, num_in, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def load_halves(ptr, low_ptr, offsets, mask, EVEN: tl.constexpr, PRECISION: tl.constexpr):
+    """(numbers, for "split" their low halves), 0 outside of the mask; EVEN: all are in it."""
+    other = 0.0
+    if EVEN:
+        mask = None
+        other = None  # type: ignore[assignment]
+    found = tl.load(ptr + offsets, mask=mask, other=other)
+    low = found
+    if PRECISION == "split":
+        low = tl.load(low_ptr + offsets, mask=mask, other=other)
+    return found, low
+
+
+@triton.jit
 def skip_degrees(state, none, group, GROUPS: tl.constexpr, DEGREES: tl.constexpr, BASIS: tl.constexpr):
     """The state at the first degree of a group of DEGREES, of that at degree 0; none is 0."""
     state = skip_first(state, none, BASIS)
@@ -92,21 +106,8 @@ def _poly_kan_fwd_kernel(
     for i in range(0, blocks * DEGREES):
         d = first_degree + i % DEGREES
         k = (first_block + i // DEGREES) * BLOCK_K + tl.arange(0, BLOCK_K)
-        mask_k = k < num_in
-        if EVEN_N and EVEN_K:
-            mask = None
-            other = None
-        elif EVEN_K:
-            mask = (n < num_out)[None, :]
-            other = 0.0
-        else:
-            mask = (n < num_out)[None, :] & mask_k[:, None]
-            other = 0.0
-        offsets = coefs + k[:, None]
-        b = tl.load(coef_ptr + d * size + offsets, mask=mask, other=other)
-        low = b
-        if PRECISION == "split":
-            low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
+        mask = (n < num_out)[None, :] if EVEN_K else (n < num_out)[None, :] & (k < num_in)[:, None]
+        b, low = load_halves(coef_ptr + d * size, low_ptr + d * size, coefs + k[:, None], mask, EVEN_N and EVEN_K, PRECISION)
         if i % DEGREES == 0:
             state = begin_basis(ahead.to(ACC), BASIS)
             # The next block's, which nobody waits for before its turn.

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from fastkron_py.kan.kernels.basis import FIRST_AT, TERMS_AT, basis_value, begin_basis, next_degree, skip_first
-from fastkron_py.kan.kernels.forward import skip_degrees
+from fastkron_py.kan.kernels.forward import load_halves, skip_degrees
 from fastkron_py.tiling.gemm import load_tile, store_tile
-from fastkron_py.tiling.products import appended, known, product, tile_of
+from fastkron_py.tiling.products import appended, known, product, tile_of, zeros
 
 
 @triton.jit
@@ -100,16 +100,8 @@ def _dx_tile(
                 g = tl.load(g_rows + k[None, :], mask=mask_m, other=0.0)
             else:
                 g = tl.load(g_rows + k[None, :], mask=mask_m & (k < num_out)[None, :], other=0.0)
-            if EVEN_K and EVEN_N:
-                mask = None
-                other = None
-            else:
-                mask = ((wide_n < num_in) & (wide // BLOCK_N + d < TERMS))[None, :] & (k < num_out)[:, None]
-                other = 0.0
-            b = tl.load(coef_ptr + d * size + offsets, mask=mask, other=other)
-            low = b
-            if PRECISION == "split":
-                low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
+            mask = ((wide_n < num_in) & (wide // BLOCK_N + d < TERMS))[None, :] & (k < num_out)[:, None]
+            b, low = load_halves(coef_ptr + d * size, low_ptr + d * size, offsets, mask, EVEN_K and EVEN_N, PRECISION)
             parts = product(g.to(COMPUTE), b.to(COMPUTE), low, parts, PRECISION, False)
             if FLAT and step == steps - 1:
                 acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BASIS)
@@ -121,13 +113,6 @@ def _dx_tile(
     acc *= BASIS[7](tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC))
     out = dx_ptr + (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * num_in + n[None, :]
     tl.store(out, acc.to(dx_ptr.dtype.element_ty), mask=mask_m & mask_n)
-
-
-@triton.jit
-def _store_degree(out_ptr, acc, d, j, o, num_in, num_out, TERMS: tl.constexpr, split):
-    if d < TERMS:
-        at = ((split.to(tl.int64) * TERMS + d) * num_out + o.to(tl.int64)[None, :]) * num_in + j[:, None]
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(j < num_in)[:, None] & (o < num_out)[None, :])
 
 
 @triton.jit
@@ -159,33 +144,22 @@ def _dcoef_tile(
     tiles_j = tl.cdiv(num_in, BLOCK_M)
     tiles_o = tl.cdiv(num_out, BLOCK_N)
     GROUPS: tl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
-    tile = program
-    j = tile % tiles_j * BLOCK_M + tl.arange(0, BLOCK_M)
-    o = tile // tiles_j % tiles_o * BLOCK_N + tl.arange(0, BLOCK_N)
-    group = tile // (tiles_j * tiles_o) % GROUPS
-    split = tile // (tiles_j * tiles_o * GROUPS)
+    j = program % tiles_j * BLOCK_M + tl.arange(0, BLOCK_M)
+    o = program // tiles_j % tiles_o * BLOCK_N + tl.arange(0, BLOCK_N)
+    group = program // (tiles_j * tiles_o) % GROUPS
+    split = program // (tiles_j * tiles_o * GROUPS)
     first_degree = FIRST + group * DEGREES
     first = split * blocks_per_split * BLOCK_K
     last = tl.minimum(first + blocks_per_split * BLOCK_K, rows)
     none = split * 0
-    sums = ()
-    for _ in tl.static_range(DEGREES):
-        sums = appended(sums, tl.zeros((BLOCK_M, BLOCK_N), ACC))
+    sums = zeros((BLOCK_M, BLOCK_N), DEGREES, ACC)
     for begin in range(first, last, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         at = k.to(tl.int64)
         x = tl.load(x_ptr + at[None, :] * stride_xm + j[:, None], mask=(j < num_in)[:, None] & (k < rows)[None, :], other=0.0)
         offsets = at[:, None] * stride_gm + o.to(tl.int64)[None, :] * stride_go
-        if EVEN_N and EVEN_K:
-            mask = None
-            other = None
-        else:
-            mask = (k < rows)[:, None] & (o < num_out)[None, :]
-            other = 0.0
-        g = tl.load(dy_ptr + offsets, mask=mask, other=other)
-        low = g
-        if PRECISION == "split":
-            low = tl.load(low_ptr + offsets, mask=mask, other=other)
+        mask = (k < rows)[:, None] & (o < num_out)[None, :]
+        g, low = load_halves(dy_ptr, low_ptr, offsets, mask, EVEN_N and EVEN_K, PRECISION)
         state = skip_degrees(begin_basis(x.to(ACC), BASIS), none, group, GROUPS, DEGREES, BASIS)
         g = g.to(COMPUTE)
         added = ()
@@ -196,7 +170,10 @@ def _dcoef_tile(
             state = next_degree(state, first_degree + u, BASIS)
         sums = added
     for u in tl.static_range(DEGREES):
-        _store_degree(out_ptr, sums[u], first_degree + u, j, o, num_in, num_out, TERMS, split)
+        d = first_degree + u
+        if d < TERMS:
+            at = ((split.to(tl.int64) * TERMS + d) * num_out + o.to(tl.int64)[None, :]) * num_in + j[:, None]
+            tl.store(out_ptr + at, sums[u].to(out_ptr.dtype.element_ty), mask=(j < num_in)[:, None] & (o < num_out)[None, :])
 
 
 @triton.jit
@@ -247,35 +224,13 @@ def _poly_kan_gradients_kernel(
     program = tl.program_id(0)
     sizes = (rows, num_in, num_out)
     if HAS_X and program < programs_x:
-        _dx_tile(
-            program,
-            (dy_ptr, x_ptr, coef_ptr, low_ptr, table_ptr, dx_ptr),
-            sizes,
-            (stride_gm, stride_xm, stride_co, stride_ci),
-            blocks_x,
-            BASIS_X,
-            TILE_X,
-            EVEN_X,
-            FLAT_X,
-            GROUP,
-            COMPUTE,
-            ACC,
-            PRECISION,
-        )
+        of_dx = (dy_ptr, x_ptr, coef_ptr, low_ptr, table_ptr, dx_ptr)
+        strides = (stride_gm, stride_xm, stride_co, stride_ci)
+        _dx_tile(program, of_dx, sizes, strides, blocks_x, BASIS_X, TILE_X, EVEN_X, FLAT_X, GROUP, COMPUTE, ACC, PRECISION)
     if HAS_C and program >= programs_x:
-        _dcoef_tile(
-            program - programs_x,
-            (dy_ptr, low_dy_ptr, x_ptr, table_ptr, dcoef_ptr),
-            sizes,
-            (stride_gm, stride_go, stride_xm),
-            blocks_c,
-            BASIS_C,
-            TILE_C,
-            EVEN_C,
-            COMPUTE,
-            ACC,
-            PRECISION,
-        )
+        of_dcoef = (dy_ptr, low_dy_ptr, x_ptr, table_ptr, dcoef_ptr)
+        strides_c = (stride_gm, stride_go, stride_xm)
+        _dcoef_tile(program - programs_x, of_dcoef, sizes, strides_c, blocks_c, BASIS_C, TILE_C, EVEN_C, COMPUTE, ACC, PRECISION)
 
 
 # ---- dx by the linear layers' main loop ------------------------------------------------------------

@@ -9,24 +9,11 @@ import triton.language as tl
 
 from fastkron_py.rational.denominators.device import unchanged
 from fastkron_py.rational.kernels.function import _add_coefficients, _load_coefficients, _rational, _rational_slopes
-from fastkron_py.tiling.products import appended
+from fastkron_py.tiling.products import zeros
 
 # Integers that kernels are not specialised for: constants give the layout of vectors, so nothing would be gained.
-_NUMBERS = (
-    "total",
-    "per_run",
-    "phases",
-    "periods",
-    "last_phases",
-    "iterations",
-    "short",
-    "long_chunks",
-    "rows_per_period",
-    "stride_ag",
-    "stride_ai",
-    "stride_bg",
-    "stride_bj",
-)
+WALK = ("total", "per_run", "phases", "periods", "last_phases", "iterations", "short", "long_chunks", "rows_per_period")
+_NUMBERS = (*WALK, "stride_ag", "stride_ai", "stride_bg", "stride_bj")
 
 
 @triton.jit
@@ -36,24 +23,20 @@ def quick_float32(x):
 
 
 @triton.jit
-def _zeros(BLOCK: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    values = ()
-    for _ in tl.static_range(COUNT):
-        values = appended(values, tl.zeros((BLOCK,), DTYPE))
-    return values
+def _begin(walk, GROUPS: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
+    """(first, row, column, step, count) of a program.
 
-
-@triton.jit
-def _periods_of(chunk, iterations, short, long_chunks):
-    """(first period, how many) of a chunk."""
+    That is the number of its first vector, its threads' first row and column in vectors, and its tiles, each step vectors after the last.
+    walk is (per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period). The host divides: a division of 64-bit
+    numbers takes as many instructions as a tile of a forward pass.
+    """
+    per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period = walk
+    program = tl.program_id(0)
+    phase = (program // GROUPS % phases.to(tl.int32)).to(tl.int64)
+    chunk = (program // GROUPS // phases.to(tl.int32)).to(tl.int64)
     beyond = tl.maximum(chunk - long_chunks, 0)
     period = tl.minimum(chunk, long_chunks) * iterations + beyond * short
-    return period, tl.where(chunk < long_chunks, iterations, short)
-
-
-@triton.jit
-def _start(period, phase, phases, rows_per_period, per_run, BLOCK: tl.constexpr, MODE: tl.constexpr):
-    """(first, row, column) of a program: the number of its first vector, and its threads' first row and column in vectors."""
+    most = tl.where(chunk < long_chunks, iterations, short)
     i = tl.arange(0, BLOCK)
     first = (period * phases + phase) * BLOCK
     if MODE == "rows":
@@ -67,22 +50,6 @@ def _start(period, phase, phases, rows_per_period, per_run, BLOCK: tl.constexpr,
     else:
         row = (first + i) // per_run
         column = (first + i) % per_run
-    return first, row, column
-
-
-@triton.jit
-def _begin(walk, GROUPS: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
-    """(first, row, column, step, count): as in `_start`, and a program's tiles, each step vectors after the last.
-
-    walk is (per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period). The host divides: a division of 64-bit
-    numbers takes as many instructions as a tile of a forward pass.
-    """
-    per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period = walk
-    program = tl.program_id(0)
-    phase = (program // GROUPS % phases.to(tl.int32)).to(tl.int64)
-    chunk = (program // GROUPS // phases.to(tl.int32)).to(tl.int64)
-    period, most = _periods_of(chunk, iterations, short, long_chunks)
-    first, row, column = _start(period, phase, phases, rows_per_period, per_run, BLOCK, MODE)
     left = periods - period - (phase >= last_phases).to(tl.int64)
     return first, row, column, phases * BLOCK, tl.minimum(most, left).to(tl.int32)
 
@@ -241,8 +208,8 @@ def _rational_bwd_kernel(
     offset = row * stride_x + (group * per_run + column) * VECTOR
     offset_dy = row * stride_dy + (group * per_run + column) * VECTOR
     offset_dx = row * stride_dx + (group * per_run + column) * VECTOR
-    sum_a = _zeros(BLOCK, A_COUNT, DTYPE)
-    sum_b = _zeros(BLOCK, B_COUNT, DTYPE)
+    sum_a = zeros((BLOCK,), A_COUNT, DTYPE)
+    sum_b = zeros((BLOCK,), B_COUNT, DTYPE)
     for _ in range(count):
         valid = first + tl.arange(0, BLOCK) < total
         tile = _elements(offset, VECTOR)

@@ -21,11 +21,12 @@ MINUS_SLOPE = tl.constexpr(5)
 
 
 @triton.jit
-def _load_coefficients(ptr, stride, KEPT, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """COUNT coefficients, each as the jit function KEPT makes it."""
+def _load_coefficients(ptr, stride, KEPT, COUNT: tl.constexpr, DTYPE: tl.constexpr, mask=None):
+    """COUNT coefficients, each as the jit function KEPT makes it; with a mask, COUNT tensors ``[1, N]``, of N pointers each."""
     values = ()
     for i in tl.static_range(COUNT):
-        values = appended(values, KEPT(tl.load(ptr + i * stride).to(DTYPE)))
+        value = KEPT(tl.load(ptr + i * stride, mask=mask, other=None if mask is None else 0.0).to(DTYPE))
+        values = appended(values, value if mask is None else value[None, :])
     return values
 
 

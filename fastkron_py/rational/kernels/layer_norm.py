@@ -9,28 +9,10 @@ import triton
 import triton.language as tl
 
 from fastkron_py.rational.denominators.device import unchanged
-from fastkron_py.rational.kernels.function import _add_coefficients, _rational, _rational_slopes
-from fastkron_py.tiling.products import appended
+from fastkron_py.rational.kernels.function import _add_coefficients, _load_coefficients, _rational, _rational_slopes
+from fastkron_py.tiling.products import zeros
 
 _NUMBERS = ("rows", "stride_ag", "stride_ai", "stride_bg", "stride_bj")
-
-
-@triton.jit
-def _coefficients_of_columns(ptr, group, inside, stride_group, stride, KEPT, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """COUNT tensors ``[1, BLOCK]``, each as the jit function KEPT makes it."""
-    values = ()
-    for i in tl.static_range(COUNT):
-        value = KEPT(tl.load(ptr + group * stride_group + i * stride, mask=inside, other=0.0).to(DTYPE))
-        values = appended(values, value[None, :])
-    return values
-
-
-@triton.jit
-def _zero_tiles(ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    values = ()
-    for _ in tl.static_range(COUNT):
-        values = appended(values, tl.zeros((ROWS, BLOCK), DTYPE))
-    return values
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -66,8 +48,8 @@ def _layer_norm_rational_fwd_kernel(
     group = column // WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(DTYPE)[None, :]
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(DTYPE)[None, :]
-    a = _coefficients_of_columns(a_ptr, group, inside, stride_ag, stride_ai, unchanged, A_COUNT, DTYPE)
-    b = _coefficients_of_columns(b_ptr, group, inside, stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE)
+    a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, unchanged, A_COUNT, DTYPE, inside)
+    b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE, inside)
     first = tl.program_id(0).to(tl.int64) * ROWS
     step = tl.num_programs(0).to(tl.int64) * ROWS
     for start in tl.range(first, rows, step, num_stages=STAGES):
@@ -121,11 +103,11 @@ def _layer_norm_rational_bwd_kernel(
     group = column // WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(DTYPE)[None, :]
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(DTYPE)[None, :]
-    a = _coefficients_of_columns(a_ptr, group, inside, stride_ag, stride_ai, unchanged, A_COUNT, DTYPE)
-    b = _coefficients_of_columns(b_ptr, group, inside, stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE)
-    sum_norm = _zero_tiles(ROWS, BLOCK, 2, DTYPE)
-    sum_a = _zero_tiles(ROWS, BLOCK, A_COUNT, DTYPE)
-    sum_b = _zero_tiles(ROWS, BLOCK, B_COUNT, DTYPE)
+    a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, unchanged, A_COUNT, DTYPE, inside)
+    b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE, inside)
+    sum_norm = zeros((ROWS, BLOCK), 2, DTYPE)
+    sum_a = zeros((ROWS, BLOCK), A_COUNT, DTYPE)
+    sum_b = zeros((ROWS, BLOCK), B_COUNT, DTYPE)
     first = tl.program_id(0).to(tl.int64) * ROWS
     step = tl.num_programs(0).to(tl.int64) * ROWS
     for start in tl.range(first, rows, step, num_stages=STAGES):
