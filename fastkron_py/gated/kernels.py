@@ -1,8 +1,7 @@
 """Epilogues on the pairs of a gated linear layer's sums: ``y = up * act(gate)``, or the gradients of both from dy.
 
 Epilogues of `tiling/gemm.py`, and one elementwise kernel for pairs that were stored. VALUE and SLOPE are the activation and its
-derivative, ``PARAMS[0]`` whether pairs are stored interleaved. Further PARAMS, if there are such, are a
-function of up, its derivative, and constants that all four functions take as a second argument.
+derivative, PARAMS a `launches.Params`: with constants, all functions take them as a second argument.
 """
 
 import triton
@@ -25,21 +24,27 @@ def _store_pair(first, second, place, pair, pair2, stride, INTERLEAVED: tl.const
 
 @triton.jit
 def _gate(first, second, VALUE: tl.constexpr, PARAMS: tl.constexpr):
-    if len(PARAMS) == 1:
+    C: tl.constexpr = PARAMS.constants
+    UP: tl.constexpr = PARAMS.up
+    if len(C) == 0:
         return first * VALUE(second)
+    elif len(UP) == 0:
+        return first * VALUE(second, C)
     else:
-        C: tl.constexpr = PARAMS[3]
-        return PARAMS[1](first, C) * VALUE(second, C)
+        return UP[0](first, C) * VALUE(second, C)
 
 
 @triton.jit
 def _gradients(first, second, dy, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
     """The gradients of both of each pair."""
-    if len(PARAMS) == 1:
+    C: tl.constexpr = PARAMS.constants
+    UP: tl.constexpr = PARAMS.up
+    if len(C) == 0:
         return dy * VALUE(second), dy * first * SLOPE(second)
+    elif len(UP) == 0:
+        return dy * VALUE(second, C), dy * first * SLOPE(second, C)
     else:
-        C: tl.constexpr = PARAMS[3]
-        return dy * VALUE(second, C) * PARAMS[2](first, C), dy * PARAMS[1](first, C) * SLOPE(second, C)
+        return dy * VALUE(second, C) * UP[1](first, C), dy * UP[0](first, C) * SLOPE(second, C)
 
 
 @triton.jit
@@ -52,14 +57,14 @@ def epilogue_gate(first, second, place, targets, tensors, strides, VALUE: tl.con
 @triton.jit
 def epilogue_gate_and_pair(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
     """The same, and both of each pair, which backward may read again."""
-    _store_pair(first, second, place, targets[1], targets[2], strides[1], PARAMS[0])
+    _store_pair(first, second, place, targets[1], targets[2], strides[1], PARAMS.interleaved)
     epilogue_gate(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
 
 
 @triton.jit
 def _epilogue_gradients(first, second, dy, place, targets, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
     dfirst, dsecond = _gradients(first, second, dy, VALUE, SLOPE, PARAMS)
-    _store_pair(dfirst, dsecond, place, targets[1], targets[2], strides[1], PARAMS[0])
+    _store_pair(dfirst, dsecond, place, targets[1], targets[2], strides[1], PARAMS.interleaved)
 
 
 @triton.jit
@@ -108,7 +113,7 @@ def _gate_gradients_kernel(
     column = tl.program_id(0) % tiles_n * BLOCK_N
     stride = 2 * columns
     g = load_tile(dy, row, column, M, columns, stride_dy, BLOCK_M, BLOCK_N).to(ACC)
-    if PARAMS[0]:
+    if PARAMS.interleaved:
         both = load_tile(pairs, row, 2 * column, M, stride, stride, BLOCK_M, 2 * BLOCK_N).to(ACC)
         first, second = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
     else:
@@ -120,4 +125,4 @@ def _gate_gradients_kernel(
     if GATE:
         store_tile(y, _gate(first, second, VALUE, PARAMS), row, column, M, columns, columns)
     dfirst, dsecond = _gradients(first, second, g, VALUE, SLOPE, PARAMS)
-    _store_pair(dfirst, dsecond, place, out, out + columns, stride, PARAMS[0])
+    _store_pair(dfirst, dsecond, place, out, out + columns, stride, PARAMS.interleaved)

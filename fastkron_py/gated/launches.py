@@ -25,6 +25,19 @@ from fastkron_py.tiling.products import arithmetic
 _ELEMENTWISE_BLOCK: Final = (16, 128)
 
 
+class Params(NamedTuple):
+    """PARAMS of the kernels: whether pairs are stored interleaved, an activation's constants, and, if there is one, its up's functions."""
+
+    interleaved: bool
+    constants: tuple[Any, ...]
+    up: tuple[Any, ...]
+
+    @property
+    def cache_key(self) -> str:
+        """The key by which Triton keeps compiled kernels: of the functions' code, where a tuple's text has their names alone."""
+        return str([getattr(each, "cache_key", each) for each in (self.interleaved, *self.constants, *self.up)])
+
+
 class Gated(NamedTuple):
     """The options of a layer, besides its tensors."""
 
@@ -36,16 +49,16 @@ class Gated(NamedTuple):
         """The main loop's parameters with one of the epilogues, for results of this dtype."""
         found = find_activation(self.activation)
         quick = dtype.itemsize == 2 and devices.gpu_of(device).has_approximations
-        value, slope = found.device_functions(quick)
         # Both sums of a pair stand in two halves of a tile, and a thread has neighbours of both to store.
         light = epilogue is epilogue_gate and found.allows_overlap
-        return Gemm(epilogue, value=value, slope=slope, params=self.params(quick), pairs="stacked", divisible=True, light=light)
+        options: dict[str, Any] = {"value": found.value, "slope": found.derivative, "params": self.params(quick)}
+        return Gemm(epilogue, **options, pairs="stacked", divisible=True, light=light)
 
-    def params(self, quick: bool) -> tuple[Any, ...]:
-        """PARAMS of the kernels; quick: with the quick functions."""
-        found, interleaved = find_activation(self.activation), self.layout == "interleaved"
+    def params(self, quick: bool) -> Params:
+        """PARAMS of the kernels; quick: with the quick constants."""
+        found = find_activation(self.activation)
         constants = (quick and found.quick_constants) or found.constants
-        return (interleaved,) if found.up is None else (interleaved, *found.up.device_functions(quick), constants)
+        return Params(self.layout == "interleaved", constants, () if found.up is None else (found.up.value, found.up.derivative))
 
     def operands(self, build: Builder, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> tuple[Any, Any, Any]:
         """Weights ``[H, K]`` and bias ``[2, H]`` as the main loop takes them: views, of an interleaved weight each of every other row."""

@@ -77,23 +77,23 @@ def read_form(module: nn.Module) -> Form | str | None:
         return None if equal else "it has parameters or buffers besides those of its projections"
     x = _numbers(_ROWS, width)[None]
     values = {name: _numbers(_ROWS, outputs) for name, (_, outputs) in sizes.items()}
-    run = _run(module, x, values)
-    wide = [name for name, given in run.inputs.items() if len(given) == 1 and _is_close(given[0], x)]
+    inputs, result, drops = _run(module, x, values)
+    wide = [name for name, given in inputs.items() if len(given) == 1 and _is_close(given[0], x)]
     if len(wide) != len(sizes) - 1:
         return None
     (down,) = sizes.keys() - set(wide)
-    if not isinstance(run.result, Tensor) or len(run.inputs[down]) != 1:
-        return f"its forward pass does not run by itself: {run.result}"
-    scale = _scale(run.result, values[down][None])
+    if not isinstance(result, Tensor) or len(inputs[down]) != 1:
+        return f"its forward pass does not run by itself: {result}"
+    scale = _scale(result, values[down][None])
     if scale is None:
         return "after its down projection its forward pass does more than multiply with a number"
     up, gate = (
         torch.cat([_rows(numbers, sizes[down][0]), _numbers(2, sizes[down][0], seed=i)]) for i, numbers in enumerate((_UP, _GATE), 1)
     )
     for names, layout, given in _roles(wide, up, gate):
-        activation = _activation(_run(module, x, values | given).inputs[down][0], up, gate)
+        activation = _activation(_run(module, x, values | given)[0][down][0], up, gate)
         if activation is not None:
-            return Form(*names, down, layout, activation, scale, others, run.drops)
+            return Form(*names, down, layout, activation, scale, others, drops)
     return f"its down projection does not get up * act(gate) with one of {', '.join(activation_names())}"
 
 
@@ -142,16 +142,12 @@ class _Dropouts(TorchFunctionMode):
         return given["input"]
 
 
-class _Run(NamedTuple):
-    """What projections were given, the result, or an error's text, and whether there was a dropout."""
+def _run(module: nn.Module, x: Tensor, values: Mapping[str, Tensor]) -> tuple[dict[str, list[Tensor]], Any, bool]:
+    """Run a module's forward pass, in training, on a copy that shares everything but projections, which return these values.
 
-    inputs: dict[str, list[Tensor]]
-    result: Any
-    drops: bool
-
-
-def _run(module: nn.Module, x: Tensor, values: Mapping[str, Tensor]) -> _Run:
-    """Run a module's forward pass, in training, on a copy that shares everything but projections, which return these values."""
+    Returns:
+        What projections were given; the result, or an error's text; whether there was a dropout.
+    """
     kind = own_class(module)
     stand_ins = {name: _StandIn(numbers) for name, numbers in values.items()}
     twin = object.__new__(kind)
@@ -161,7 +157,7 @@ def _run(module: nn.Module, x: Tensor, values: Mapping[str, Tensor]) -> _Run:
             result = kind.forward(twin, x.clone())
         except Exception as error:
             result = f"{type(error).__name__}: {error}"
-    return _Run({name: stand_in.inputs for name, stand_in in stand_ins.items()}, result, dropouts.seen)
+    return {name: stand_in.inputs for name, stand_in in stand_ins.items()}, result, dropouts.seen
 
 
 # ---- numbers ---------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The library's own activations, each with its derivative, and all records of this package."""
 
 import math
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -26,22 +27,21 @@ def quick_sigmoid(x):
     return quick_reciprocal(1 + quick_exp2(x * _LESS_LOG2_E))
 
 
+# Device functions that have a sigmoid take it in their constants: C[0] is the exact one, or the quick one.
+_SIGMOIDS: Final[dict[str, Any]] = {"constants": (sigmoid,), "quick_constants": (quick_sigmoid,), "allows_overlap": True}
+
 # ---- sigmoid: the logistic function ----------------------------------------------------------------
 
 
 @triton.jit
-def _sigmoid_slope(s):
+def _sigmoid_value(x, C: tl.constexpr):
+    return C[0](x)
+
+
+@triton.jit
+def _sigmoid_derivative(x, C: tl.constexpr):
+    s = C[0](x)
     return s * (1 - s)
-
-
-@triton.jit
-def _sigmoid_derivative(x):
-    return _sigmoid_slope(sigmoid(x))
-
-
-@triton.jit
-def _sigmoid_quick_derivative(x):
-    return _sigmoid_slope(quick_sigmoid(x))
 
 
 def _sigmoid_host_derivative(x: Tensor) -> Tensor:
@@ -53,13 +53,11 @@ SIGMOID: Final = Activation(
     "sigmoid",
     torch.sigmoid,
     _sigmoid_host_derivative,
-    sigmoid,
+    _sigmoid_value,
     _sigmoid_derivative,
-    quick_sigmoid,
-    _sigmoid_quick_derivative,
     formula="1 / (1 + exp(-x))",
     aliases=("glu",),
-    allows_overlap=True,
+    **_SIGMOIDS,
 )
 
 
@@ -67,28 +65,14 @@ SIGMOID: Final = Activation(
 
 
 @triton.jit
-def _silu_slope(x, s):
+def _silu_value(x, C: tl.constexpr):
+    return x * C[0](x)
+
+
+@triton.jit
+def _silu_derivative(x, C: tl.constexpr):
+    s = C[0](x)
     return s + s * (x * (1 - s))
-
-
-@triton.jit
-def _silu_value(x):
-    return x * sigmoid(x)
-
-
-@triton.jit
-def _silu_derivative(x):
-    return _silu_slope(x, sigmoid(x))
-
-
-@triton.jit
-def _silu_quick_value(x):
-    return x * quick_sigmoid(x)
-
-
-@triton.jit
-def _silu_quick_derivative(x):
-    return _silu_slope(x, quick_sigmoid(x))
 
 
 def _silu_host_derivative(x: Tensor) -> Tensor:
@@ -102,11 +86,9 @@ SILU: Final = Activation(
     _silu_host_derivative,
     _silu_value,
     _silu_derivative,
-    _silu_quick_value,
-    _silu_quick_derivative,
     formula="x sigmoid(x)",
     aliases=("swish", "swiglu"),
-    allows_overlap=True,
+    **_SIGMOIDS,
 )
 
 
@@ -149,37 +131,19 @@ _CUBIC: Final = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _gelu_tanh_argument(x):
-    return (x + x * x * x * _CUBIC) * _SCALE
+def _gelu_tanh_sigmoid(x, C: tl.constexpr):
+    return C[0]((x + x * x * x * _CUBIC) * _SCALE)
 
 
 @triton.jit
-def _gelu_tanh_slope(x, s):
+def _gelu_tanh_value(x, C: tl.constexpr):
+    return x * _gelu_tanh_sigmoid(x, C)
+
+
+@triton.jit
+def _gelu_tanh_derivative(x, C: tl.constexpr):
+    s = _gelu_tanh_sigmoid(x, C)
     return s + s * (1 - s) * ((x + x * x * x * (3 * _CUBIC)) * _SCALE)
-
-
-@triton.jit
-def _gelu_tanh_value(x):
-    return x * sigmoid(_gelu_tanh_argument(x))
-
-
-@triton.jit
-def _gelu_tanh_derivative(x):
-    return _gelu_tanh_slope(x, sigmoid(_gelu_tanh_argument(x)))
-
-
-@triton.jit
-def _gelu_tanh_quick_value(x):
-    return x * quick_sigmoid(_gelu_tanh_argument(x))
-
-
-@triton.jit
-def _gelu_tanh_quick_derivative(x):
-    return _gelu_tanh_slope(x, quick_sigmoid(_gelu_tanh_argument(x)))
-
-
-def _gelu_tanh_host(x: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def _gelu_tanh_host_derivative(x: Tensor) -> Tensor:
@@ -190,15 +154,13 @@ def _gelu_tanh_host_derivative(x: Tensor) -> Tensor:
 
 GELU_TANH: Final = Activation(
     "gelu_tanh",
-    _gelu_tanh_host,
+    partial(torch.nn.functional.gelu, approximate="tanh"),
     _gelu_tanh_host_derivative,
     _gelu_tanh_value,
     _gelu_tanh_derivative,
-    _gelu_tanh_quick_value,
-    _gelu_tanh_quick_derivative,
     formula="x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2",
     aliases=("geglu_tanh",),
-    allows_overlap=True,
+    **_SIGMOIDS,
 )
 
 
@@ -216,14 +178,10 @@ def _relu_derivative(x):
     return tl.where(x > 0, 1.0, 0.0)
 
 
-def _relu_host_derivative(x: Tensor) -> Tensor:
-    return (x > 0).to(x.dtype)
-
-
 RELU: Final = Activation(
     "relu",
     torch.nn.functional.relu,
-    _relu_host_derivative,
+    lambda x: (x > 0).to(x.dtype),
     _relu_value,
     _relu_derivative,
     formula="max(x, 0)",
@@ -246,16 +204,14 @@ def _relu2_derivative(x):
     return 2 * _relu_value(x)
 
 
-def _relu2_host(x: Tensor) -> Tensor:
-    return torch.nn.functional.relu(x).square()
-
-
-def _relu2_host_derivative(x: Tensor) -> Tensor:
-    return 2 * torch.nn.functional.relu(x)
-
-
 RELU2: Final = Activation(
-    "relu2", _relu2_host, _relu2_host_derivative, _relu2_value, _relu2_derivative, formula="max(x, 0)^2", allows_overlap=True
+    "relu2",
+    lambda x: torch.nn.functional.relu(x).square(),
+    lambda x: 2 * torch.nn.functional.relu(x),
+    _relu2_value,
+    _relu2_derivative,
+    formula="max(x, 0)^2",
+    allows_overlap=True,
 )
 
 
@@ -304,13 +260,9 @@ def _identity_derivative(x):
     return x * 0 + 1
 
 
-def _identity_host(x: Tensor) -> Tensor:
-    return x
-
-
 IDENTITY: Final = Activation(
     "identity",
-    _identity_host,
+    lambda x: x,
     torch.ones_like,
     _identity_value,
     _identity_derivative,

@@ -62,9 +62,6 @@ def clamped_swiglu(
     def host_up(x: Tensor) -> Tensor:
         return x.clamp(-limit, limit) + offset
 
-    def host_up_derivative(x: Tensor) -> Tensor:
-        return (x.abs() <= limit).to(x.dtype)
-
     constants = float(limit), float(alpha), float(offset), float(scale)
     return Activation(
         name,
@@ -73,7 +70,7 @@ def clamped_swiglu(
         _value,
         _derivative,
         formula=formula,
-        up=Activation("up", host_up, host_up_derivative, _up_value, _up_derivative),
+        up=Activation("up", host_up, lambda x: (x.abs() <= limit).to(x.dtype), _up_value, _up_derivative),
         constants=(*constants, sigmoid),
         quick_constants=(*constants, quick_sigmoid),
     )

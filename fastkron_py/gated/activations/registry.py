@@ -24,14 +24,12 @@ class Activation:
         host_derivative: its derivative, in such operations too.
         value: the first as a jit function of a tile.
         derivative: the second as a jit function of a tile.
-        quick_value: the first with an error of some 1e-7, in few instructions, for NVIDIA GPUs and results that are rounded to 16 bits.
-        quick_derivative: the second with such an error.
         formula: in a line of text.
         aliases: other names that `nn.GatedMLP` takes for it, as papers call a whole layer by its gate. A name comes before an alias, and an
             earlier activation's alias before a later one's.
         up: another activation, of the other projection: the result is ``up.host(up) * host(gate)``.
-        constants: numbers and jit functions. With up, all jit functions, those of up too, take them as a second argument, a tuple.
-        quick_constants: the same for the quick functions; none for the same ones.
+        constants: numbers and jit functions. If there are any, all jit functions, those of up too, take them as a second argument, a tuple.
+        quick_constants: others with an error of some 1e-7, in few instructions, for NVIDIA GPUs and results that are rounded to 16 bits.
         allows_overlap: it fits programmatic dependent launch: programs of two launches share a multiprocessor's registers. For
             built-in ones only: tests see it by compiling for an H100.
     """
@@ -41,8 +39,6 @@ class Activation:
     host_derivative: Callable[[Tensor], Tensor]
     value: Any = None
     derivative: Any = None
-    quick_value: Any = None
-    quick_derivative: Any = None
     formula: str = ""
     aliases: tuple[str, ...] = ()
     up: Activation | None = None
@@ -66,12 +62,6 @@ class Activation:
     def has_device_functions(self) -> bool:
         """Whether kernels can apply it."""
         return self.value is not None and self.derivative is not None
-
-    def device_functions(self, quick: bool) -> tuple[Any, Any]:
-        """(value, derivative) as jit functions; quick: the quick ones where there are such."""
-        if not quick:
-            return self.value, self.derivative
-        return self.quick_value or self.value, self.quick_derivative or self.derivative
 
 
 def _built_in() -> list[Activation]:
