@@ -31,14 +31,7 @@ class Adapter(NamedTuple):
 
     @classmethod
     def of(cls, get: Callable[[str], Any], scale: float, window: Window | None = None, sizes: tuple[int, ...] = ()) -> Adapter:
-        """The adapter of tensors by LyCORIS's and PEFT's names, such as ``lokr_w2_a``.
-
-        Args:
-            get: the tensor of a name, or None.
-            scale: a number.
-            window: of a convolution.
-            sizes: of the convolution's kernel.
-        """
+        """The adapter of tensors that get gives, or None, for LyCORIS's and PEFT's names, such as ``lokr_w2_a``; sizes: of a window."""
         whole1, whole2 = get("lokr_w1"), get("lokr_w2")
         w1 = Factor(get("lokr_w1_a"), get("lokr_w1_b")) if whole1 is None else Factor(whole1)
         if whole2 is not None:
@@ -79,12 +72,7 @@ class Adapter(NamedTuple):
 def kept_rows(outputs: int, rate: float, is_scaled: bool, dtype: torch.dtype, device: Any) -> Tensor:
     """Rank dropout's number for each output, drawn as PEFT and LyCORIS draw it: the same numbers from the same seed.
 
-    Args:
-        outputs: of the layer.
-        rate: probability of 0.
-        is_scaled: whether the others are 1 over the mean, else 1.
-        dtype: of the result.
-        device: of the result.
+    Rate is the probability of 0; the others are 1, or, scaled, 1 over the mean.
     """
     kept = (torch.rand(outputs) > rate).to(dtype)
     return (kept / kept.mean() if is_scaled else kept).to(device)

@@ -208,11 +208,7 @@ def _check_sizes(given: Operands) -> None:
 def product(given: Operands, scale: float, precision: str | None, key: Hashable = None) -> Tensor:
     """``base + scale * x @ kron(w1, w2).T`` of tensors that have been checked, by the operator; compilers see its parts.
 
-    Args:
-        given: x ``[*, M, in1 * in2]``, both factors, of x's dtype or float32, and base ``[*, M, out1 * out2]`` or None.
-        scale: a number.
-        precision: of float32 products.
-        key: of the call in the cache, if it has been looked up without success.
+    X is ``[*, M, in1 * in2]``; the key is that of the call in the cache, if it has been looked up without success.
     """
     x, w1, w2, base = given
     if w1.left.ndim == 3:

@@ -9,8 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.adapters.factor import Factor, Operands, product
+from fastkron_py.adapters.factor import Factor, Operands
 from fastkron_py.adapters.plan import is_second_first
+from fastkron_py.adapters.program import add_expanded
 from fastkron_py.kron.multiply import backend_of, cast
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.batching import take
@@ -142,13 +143,7 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 def _prepared(build: Builder, w: Factor, dtype: torch.dtype, most_rank: int, precision: str | None) -> Factor:
     """A factor of this dtype without gaps in memory; a pair of a higher rank is multiplied out."""
     if w.right is not None and not 0 < w.right.shape[-2] <= most_rank:
-
-        def call(left: Tensor, right: Tensor) -> Tensor:
-            with torch_products(left, precision):
-                return product(left, right).to(dtype)
-
-        size = w.size
-        w = Factor(build.call(call, (w.left, w.right), describe((w.left.shape[0], size.rows, size.columns), dtype)))
+        w = Factor(add_expanded(build, w, dtype, precision))
     left, right = (None if t is None else build.contiguous(cast(build, t, dtype)) for t in w)
     return Factor(left, right)  # type: ignore[arg-type]
 

@@ -113,15 +113,7 @@ def add_terms(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any
     """``base + scale * x @ sum_t kron(w1[t], w2[t]).T`` of tensors that have been checked.
 
     The terms lie side by side in a mode of the first multiply's result, and the second multiply sums over them. Pairs of low rank are
-    multiplied out.
-
-    Args:
-        x: ``[*, M, in1 * in2]``.
-        w1: ``[terms, out1, in1]``, of x's dtype or float32.
-        w2: ``[terms, out2, in2]``, of x's dtype or float32.
-        base: ``[*, M, out1 * out2]`` or None.
-        scale: a number.
-        precision: of float32 products.
+    multiplied out. Arguments are those of `add_product`, but w1 ``[terms, out1, in1]`` and w2 ``[terms, out2, in2]``.
     """
     first, second = (expanded(w, precision, None).left for w in (w1, w2))
     terms, rows = first.shape[0], (first.shape[1], second.shape[1])

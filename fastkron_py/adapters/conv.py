@@ -90,20 +90,8 @@ class Window(NamedTuple):
 def lokr_conv(x: Tensor, w1: Factor, w2: Kernel, window: Window, *, base: Tensor | None = None, scale: Any = 1.0) -> Tensor:
     """``base + scale * conv(x, kron(w1, w2))``, without the product: w2 convolves each of in1 groups of channels, w1 mixes the groups.
 
-    Args:
-        x: ``[N, in1 * in2, *size]`` or without N.
-        w1: ``[out1, in1]`` or a pair, of x's dtype, or float32 beside a half dtype.
-        w2: ``[out2, in2, *window]`` in one of its forms, dtypes as of w1.
-        window: of the convolution.
-        base: the result's shape and dtype, or None.
-        scale: a finite number, or a 0-dimensional tensor.
-
-    Returns:
-        ``[N, out1 * out2, *size']`` or without N.
-
-    Raises:
-        TypeError: a tensor of another dtype.
-        ValueError: sizes that do not fit, or devices that differ.
+    X is ``[N, in1 * in2, *size]`` or without N, and the result ``[N, out1 * out2, *size']``. Factors are of x's dtype, or float32 beside a
+    half dtype. Other dtypes raise TypeError; sizes that do not fit, and devices that differ, ValueError.
     """
     check_tensor("x", x, x, "x")
     dtype = autocast_dtype(x)

@@ -84,15 +84,10 @@ def _tile(dtype: torch.dtype, in1: int, w2: FactorSize, device: torch.device) ->
 
 
 def add_indexed(build: Builder, given: Operands, index: Tensor, y: Tensor, precision: str) -> None:
-    """Add both launches: rows are sorted by adapter, and multiplied.
+    """Add both launches: rows are sorted by adapter, and multiplied. The program's first scalar is the product's.
 
-    Args:
-        build: of the program, whose first scalar is the product's.
-        given: x ``[rows, in1 * in2]`` and base ``[rows, out1 * out2]`` or None; w1 ``[adapters, out1, in1]``; w2 ``[adapters, out2, in2]``
-            or a pair of at most `most_rank`. Without gaps in memory.
-        index: ``[rows]``.
-        y: ``[rows, out1 * out2]``.
-        precision: of float32 products.
+    X is ``[rows, in1 * in2]``, base, if there is one, and y ``[rows, out1 * out2]``, w1 ``[adapters, out1, in1]``, w2 ``[adapters, out2,
+    in2]`` or a pair of at most `most_rank`, index ``[rows]``. None has gaps in memory.
     """
     x, (w1, _), w2, base = given
     rows, (adapters, out1, in1) = x.shape[0], w1.shape

@@ -32,21 +32,11 @@ def magnitude_ratio(
 
 
 def adapted_norms(weight: Tensor, w1: Tensor, w2: Tensor, *, by_row: bool = True, row_mask: Tensor | None = None) -> Tensor:
-    """Euclidean norms of the rows or the columns of ``weight + row_mask * kron(w1, w2)``.
+    """Euclidean norms of the rows or the columns of ``weight + row_mask * kron(w1, w2)``, of matrices; arguments as in `magnitude_ratio`.
 
     The square is ``|weight|^2 + 2 <weight, kron> + |kron|^2`` of each row. The last term is a product of the factors' norms. The middle
     one reads weight once, a slice of ``out / out1`` rows at a time. DoRA: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation",
     ICML 2024.
-
-    Args:
-        weight: ``[out1 * out2, in1 * in2]``; it gets no gradient.
-        w1: ``[out1, in1]``, of float32 or float64.
-        w2: ``[out2, in2]``, like w1.
-        by_row: norms of the rows, else of the columns.
-        row_mask: ``[out1 * out2]`` or None; for rows alone.
-
-    Returns:
-        ``[out]`` or ``[in]``, of w1's dtype.
 
     Example:
         >>> weight, w1, w2 = torch.randn(12, 10), torch.randn(3, 2), torch.randn(4, 5)
@@ -63,15 +53,11 @@ def adapted_norms(weight: Tensor, w1: Tensor, w2: Tensor, *, by_row: bool = True
         else:
             own.append(w.square().sum(0))
             cross.append((w * w2.unsqueeze(1)).sum(0) * row.unsqueeze(1))
-    dim = 1 if by_row else 0
-    kron = torch.outer(w1.square().sum(dim), w2.square().sum(dim)).flatten()
-    if by_row:
-        products = torch.cat(cross)
-        if row_mask is not None:
-            products, kron = row_mask * products, row_mask.square() * kron
-        squares = torch.cat(own) + 2 * products + kron
-    else:
-        squares = (torch.stack(own).sum(0) + 2 * torch.stack(cross).sum(0)).flatten() + kron
+    kron = torch.outer(*[w.square().sum(int(by_row)) for w in (w1, w2)]).flatten()
+    squares, products = [torch.cat(parts) if by_row else torch.stack(parts).sum(0).flatten() for parts in (own, cross)]
+    if by_row and row_mask is not None:
+        products, kron = row_mask * products, row_mask.square() * kron
+    squares = squares + 2 * products + kron
     # The gradient of a norm of 0 is 0, as torch has it; a square that rounding made negative is 0.
     positive = squares > 0
     return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)

@@ -40,11 +40,7 @@ class FactorSize(NamedTuple):
         return 0.0 if self.rank is None else self.rows * self.columns * (self.rank + passes * element)
 
     def choices(self, most: float) -> tuple[bool, ...]:
-        """Whether it is dense, in each plan: of a pair also where its matrix takes little memory.
-
-        Args:
-            most: elements of its matrix, if that has more than twice those of the pair.
-        """
+        """Whether it is dense, in each plan: of a pair also where its matrix has twice the pair's elements at most, or this many."""
         if self.rank is None:
             return (True,)
         takes_little = self.rows * self.columns <= max(2 * self.rank * (self.rows + self.columns), most)
@@ -63,12 +59,7 @@ def best_plan(w1: FactorSize, w2: FactorSize, tokens: int, costs: Costs) -> Plan
 
     A pair that is kept multiplies x in two products: its right matrix reduces a mode of x to the rank, and its left one
     widens the mode to the output. A pair that is multiplied out costs one small product, and then works as a dense factor.
-
-    Args:
-        w1: sizes of the first factor.
-        w2: sizes of the second factor.
-        tokens: rows of x.
-        costs: of the device.
+    Tokens are rows of x.
     """
     most = costs.most_share * tokens * (w1.rows * w2.rows + w1.columns * w2.columns)
     choices = [Plan(*dense) for dense in product(w1.choices(most), w2.choices(most))]
@@ -79,38 +70,25 @@ def best_plan(w1: FactorSize, w2: FactorSize, tokens: int, costs: Costs) -> Plan
 
 
 def _cost(plan: Plan, w1: FactorSize, w2: FactorSize, tokens: int, costs: Costs) -> float:
-    expansion = 0.0
+    cost = 0.0
     first, second = [], []  # the modes of the two products: sizes before and after, and whether there is a factor
     for w, is_dense in zip((w1, w2), plan, strict=True):
         middle = w.rows if is_dense or w.rank is None else w.rank
-        first.append(_Mode(w.columns, middle, True))
-        second.append(_Mode(middle, w.rows, not is_dense))
-        expansion += w.expansion_cost(costs.element) if is_dense else 0.0
-    cost = tokens * _product_cost(first[0], first[1], costs.element) + costs.call
-    if not all(plan):
-        cost += tokens * _product_cost(second[0], second[1], costs.element) + costs.call
-    return cost + expansion
+        first.append((w.columns, middle, True))
+        second.append((middle, w.rows, not is_dense))
+        cost += w.expansion_cost(costs.element) if is_dense else 0.0
+    for mode1, mode2 in (first,) if all(plan) else (first, second):
+        cost += tokens * _product_cost(mode1, mode2, costs.element) + costs.call
+    return cost
 
 
-class _Mode(NamedTuple):
-    """A mode of x in a product; without a factor its size stays."""
-
-    before: int
-    after: int
-    has_factor: bool
-
-
-def _product_cost(first: _Mode, second: _Mode, element: float) -> float:
-    """The time of the product of one row of x, in the better order of its factors."""
-    moved = element * (first.before * second.before + first.after * second.after)
-    work_of_first, work_of_second = first.before * first.after, second.before * second.after
-    if not second.has_factor:
-        return work_of_first * second.before + moved
-    if not first.has_factor:
-        return work_of_second * first.before + moved
-    second_goes_first = work_of_second * first.before + work_of_first * second.after + 2 * element * first.before * second.after
-    first_goes_first = work_of_first * second.before + work_of_second * first.after + 2 * element * first.after * second.before
-    return min(second_goes_first, first_goes_first) + moved
+def _product_cost(first: tuple[int, int, bool], second: tuple[int, int, bool], element: float) -> float:
+    """The time of the product of one row of x, in the better order of its factors; the size of a mode without a factor stays."""
+    (before1, after1, has1), (before2, after2, has2) = first, second
+    work1, work2, stored = before1 * after1 * has1, before2 * after2 * has2, 2 * element * (has1 and has2)
+    second_goes_first = work2 * before1 + work1 * after2 + stored * before1 * after2
+    first_goes_first = work1 * before2 + work2 * after1 + stored * after1 * before2
+    return min(second_goes_first, first_goes_first) + element * (before1 * before2 + after1 * after2)
 
 
 def is_second_first(w1: FactorSize, w2: FactorSize) -> bool:

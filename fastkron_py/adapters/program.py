@@ -151,17 +151,8 @@ class _Weights:
     def _expanded(self, build: Builder, index: int, kept: list[Tensor] | None) -> Tensor:
         """A pair multiplied out, in the dtype that a multiply takes."""
         dtype = self._dtype((index, False)) if self.backend == "torch" else self.x.dtype
-        size, pair, precision, wide = self.given[index].size, self.given[index], self.precision, self._dtype((index, False))
-
-        def call(left: Tensor, right: Tensor) -> Tensor:
-            left = left.to(wide)
-            with torch_products(left, precision):
-                return product(left, right).to(dtype)
-
-        function = torch.mm if _is_plain(pair, dtype) else call
-        made = kept.pop(0) if kept else build.call(function, pair, describe((size.rows, size.columns), dtype))
-        self.made.append(made)
-        return made
+        self.made.append(kept.pop(0) if kept else add_expanded(build, self.given[index], dtype, self.precision))
+        return self.made[-1]
 
     def stages(self, scale: Scale) -> list[_Stage]:
         """The multiplies: one by two matrices; or one by a matrix or right matrix of each, and one by the left matrices."""
@@ -213,6 +204,19 @@ class _Weights:
             else:
                 gradients += [found[index, is_right] for is_right in (False, True) if needed[is_right]]
         return gradients
+
+
+def add_expanded(build: Builder, pair: Any, dtype: torch.dtype, precision: str | None) -> Tensor:
+    """Add the product of a pair, or of each of several, to a program, in this dtype."""
+
+    def call(left: Tensor, right: Tensor) -> Tensor:
+        left = left.to(torch.promote_types(left.dtype, right.dtype))
+        with torch_products(left, precision):
+            return product(left, right).to(dtype)
+
+    function = torch.mm if pair.left.ndim == 2 and _is_plain(pair, dtype) else call
+    made: Tensor = build.call(function, pair, describe((*pair.left.shape[:-1], pair.right.shape[-1]), dtype))
+    return made
 
 
 def _is_plain(pair: Any, dtype: torch.dtype) -> bool:

@@ -213,14 +213,7 @@ def _kernel() -> Any:
 
 
 def hadamard_launch(x: Tensor, matrix: Tensor | None, m: int, bits: int) -> Launcher:
-    """The launch from x, the matrix and y, with the scale.
-
-    Args:
-        x: ``[rows, m * 2^bits]``, with neighbours in memory.
-        matrix: the one of order m, padded; None where m is 1.
-        m: see above.
-        bits: see above.
-    """
+    """The launch from x ``[rows, m * 2^bits]``, with neighbours in memory, the padded matrix, None where m is 1, and y, with the scale."""
     from fastkron_py.runtime.launch import LaunchConfig, Launcher
 
     found = transform(m, bits, x.element_size())
@@ -285,10 +278,6 @@ def _in_torch(x: Tensor, matrix: Tensor | None, scale: float, m: int, bits: int)
     return (y.reshape(x.shape) * scale).to(x.dtype)
 
 
-def _fake(x: Tensor, matrix: Tensor | None, scale: float, m: int, bits: int, backend: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
     _, matrix = saved.tensors
     return GradientCall(operator, (dy, None if matrix is None else matrix.mT), saved.options, (0, None))
@@ -298,17 +287,13 @@ def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Any:
     return operator(tangents[0], saved.tensors[1], *saved.options)
 
 
-def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
-    return operator(tensors[0].movedim(dims[0], 0), tensors[1], *options), 0
-
-
 operator = Operator(
     "hadamard(Tensor x, Tensor? matrix, float scale, int m, int bits, str backend) -> Tensor",
     program=program,
-    fake=_fake,
+    fake=lambda x, *_: x.new_empty(x.shape),
     gradient_call=_gradient_call,
     jvp=_jvp,
-    vmap=_vmap,
+    vmap="rows",
     unsaved=(0,),
     scalars=(0,),
 )

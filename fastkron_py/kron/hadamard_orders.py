@@ -119,11 +119,7 @@ LEAST_BITS: Final = 5
 @constant_in_graphs
 @lru_cache(maxsize=256)
 def split(n: int, name: str = "x.shape[-1]") -> tuple[int, int]:
-    """(m, k) of n = m * 2^k, the length of rows.
-
-    Args:
-        n: see above.
-        name: of n in an error.
+    """(m, k) of n = m * 2^k, the length of rows; name: of n in an error.
 
     Raises:
         ValueError: there is no such m.
@@ -187,10 +183,7 @@ def matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     Their sizes are static: a guard of torch.compile(dynamic=True) on a symbol needs an argument that it is a size of.
     """
     shrink = [2.0 ** -_exponent(order) if dtype == torch.float16 else 1.0 for order in sizes]
-    made = [_entries(order).double().mul(s).to(dtype) for order, s in zip(sizes, shrink, strict=True)]
-    for t in made:
-        mark_static(t)
-    return made
+    return [mark_static(_entries(order).double().mul(s).to(dtype)) for order, s in zip(sizes, shrink, strict=True)]
 
 
 @constant_in_graphs
@@ -200,8 +193,7 @@ def padded_matrix(m: int) -> list[Tensor | None]:
         return [None]
     matrix = torch.zeros((1 << (m - 1).bit_length(),) * 2, dtype=torch.bfloat16, device="cpu")
     matrix[:m, :m] = _entries(m)
-    mark_static(matrix)
-    return [matrix]
+    return [mark_static(matrix)]
 
 
 def constants_of(make: Callable[..., Sequence[Any]], arguments: tuple[Any, ...], device: torch.device) -> Sequence[Any]:
@@ -251,10 +243,8 @@ class Hadamard(NamedTuple):
 @constant_in_graphs
 def _dense(order: int, scale: float, dtype: torch.dtype) -> list[Tensor]:
     m, bits = split(order, "Hadamard: order")
-    made = torch.from_numpy(np.kron(cast("Matrix", hadamard_matrix(m)), _sylvester(1 << bits)))
-    made = made.double().mul(scale).to(dtype)
-    mark_static(made)
-    return [made]
+    made = torch.kron(_entries(m), torch.from_numpy(_sylvester(1 << bits)))
+    return [mark_static(made.double().mul(scale).to(dtype))]
 
 
 def with_matrices(factors: Sequence[Any], like: Tensor) -> list[Any]:

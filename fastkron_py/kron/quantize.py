@@ -165,7 +165,9 @@ def kron_quantize(
     if x.is_complex():
         raise type_error("x", "a real dtype", x.dtype)
     check_precision(precision)
-    _check_matrices(factors, listed)
+    for i, f in enumerate(listed, start=len(factors) - len(listed)):
+        if isinstance(f, Tensor) and f.ndim != _MATRIX:
+            raise value_error(f"factors[{i}]", "a matrix", f"shape {tuple(f.shape)}")
     shape = tuple(x.shape)
     if before == "swiglu":
         if x.ndim == 0 or shape[-1] % 2:
@@ -234,13 +236,6 @@ def _group_size(size: int | None, n: int, kind: str) -> int:
     if is_packed and size % 2:
         raise value_error("group_size", f'an even number for "{kind}", which has two columns in a byte', size)
     return size
-
-
-def _check_matrices(factors: Sequence[Any], listed: Sequence[Any]) -> None:
-    """The last ones of the factors are matrices or identities."""
-    for i, f in enumerate(listed, start=len(factors) - len(listed)):
-        if isinstance(f, Tensor) and f.ndim != _MATRIX:
-            raise value_error(f"factors[{i}]", "a matrix", f"shape {tuple(f.shape)}")
 
 
 def _product(x: Tensor, factors: Sequence[Any], precision: str | None) -> Tensor:
@@ -427,15 +422,9 @@ def _converts_to(kind: str, device: torch.device) -> bool:
 
 
 def one_rotation(x: Tensor, factors: Sequence[Tensor], order: int, segment: int, kind: str, device: torch.device) -> rotate.Rotation | None:
-    """The launch that rotates the groups of rows, and rounds; None where the kernels do not take them.
+    """The launch that rotates the groups of rows x ``[rows, width]``, and rounds; None where the kernels do not take them.
 
-    Args:
-        x: ``[rows, width]``.
-        factors: of a group, behind the Hadamard matrix.
-        order: of this matrix.
-        segment: columns with a scale of their own; 0 for a program's whole row.
-        kind: of the values.
-        device: of all tensors.
+    A group has a Hadamard matrix of this order, or factors; a segment is the columns with a scale of their own, 0 a program's whole row.
     """
     has_cores = is_interpreting() or (devices.gpu_of(device).capability or (0, 0)) >= rotate.CAPABILITY
     if x.dtype not in HALF_DTYPES or not has_cores or not _converts_to(kind, device):
@@ -444,14 +433,7 @@ def one_rotation(x: Tensor, factors: Sequence[Tensor], order: int, segment: int,
 
 
 def quantizing_launch(problem: Canonical, precision: str, kind: str, device: torch.device) -> Launcher | None:
-    """The launch that multiplies and rounds; None where no launch has whole rows on chip.
-
-    Args:
-        problem: the multiply, of one matrix of each factor and no columns.
-        precision: of float32 products.
-        kind: of the values.
-        device: of all tensors.
-    """
+    """The launch of a multiply, by one matrix of each factor, that rounds; None where no launch has whole rows on chip."""
     from fastkron_py.kron.forward import launch_problem, multiply_problem
     from fastkron_py.kron.kernels.epilogues import TO_FLOAT8, TO_INTEGERS
 
@@ -472,14 +454,7 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
 
 
 def rounding_launch(rows: int, n: int, kind: str, device: torch.device) -> Launcher | None:
-    """The launch that rounds rows of n elements; None where Triton does not know the format on this GPU.
-
-    Args:
-        rows: of the product.
-        n: its columns.
-        kind: of the values.
-        device: of all tensors.
-    """
+    """The launch that rounds rows of n elements; None where Triton does not know the format on this GPU."""
     if not _converts_to(kind, device):
         return None
     from fastkron_py.kron.kernels.quantize import _quantize_rows_kernel

@@ -12,6 +12,10 @@ from fastkron_py.nn.lokr_base import LoKrLayer, LoKrOptions
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
+def _of_base(name: str) -> Any:
+    return property(lambda self: getattr(self.base_layer, name), doc=f"The base layer's {name}.")
+
+
 class LoKrLinear(LoKrLayer):
     """A linear layer with a LoKr adapter: ``base_layer(x) + alpha / rank * x @ kron(w1, w2).T``.
 
@@ -118,19 +122,7 @@ class LoKrLinear(LoKrLayer):
             raise type_error("layer", "an nn.Linear, or a module with in_features and out_features", type_name(layer))
         return tuple([check_positive(f"layer.{name}", getattr(layer, name)) for name in names])
 
-    @property
-    def in_features(self) -> int:
-        """The size of x's last dimension."""
-        return self._shape[1]
-
-    @property
-    def out_features(self) -> int:
-        """The size of the result's last dimension."""
-        return self._shape[0]
-
-
-def _of_base(name: str) -> Any:
-    return property(lambda self: getattr(self.base_layer, name), doc=f"The base layer's {name}.")
+    in_features, out_features = _of_base("in_features"), _of_base("out_features")
 
 
 class LoKrConv2d(LoKrLayer):

@@ -379,17 +379,16 @@ class LoKrLayer(Configured):
         if not isinstance(state, Mapping):
             raise type_error("state", "a mapping of names to tensors", type_name(state))
         self._check_unmerged()
-        given: dict[str, Tensor] = {}
         layers = sorted({split_name(key)[0] for key in state})
         if len(layers) > 1:
             got = f"names of {len(layers)} layers, {layers[0]!r} and {layers[1]!r} among them"
             raise value_error("state", "the part of a file that is one layer's (load_lokr reads all of it)", got)
         keys: dict[str, str] = {}
-        for key, tensor in state.items():
+        for key in state:
             name = split_name(key)[1]
-            if name in given:
+            if keys.setdefault(name, key) != key:
                 raise value_error("state", f"one adapter: pass the keys of one, as of {keys[name]!r}", f"{name} twice, also as {key!r}")
-            given[name], keys[name] = tensor, key
+        given = {name: state[key] for name, key in keys.items()}
         alpha = given.pop("alpha", None)
         own = {name: getattr(self, name) for name in NAMES if getattr(self, name) is not None}
         if set(given) != set(own):

@@ -26,8 +26,8 @@ from fastkron_py.nn.lokr_tensors import Tensors, cut_columns, cut_rows, holder, 
 from fastkron_py.runtime.checks import check_choice, check_integer, check_scalar
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
-FORMATS: Final = ("lycoris", "kohya", "diffusers", "peft")
 _PEFT: Final = "base_model.model."
+FORMATS: Final = {"lycoris": "lycoris", "kohya": "lora_unet", "diffusers": "transformer", "peft": _PEFT[:-1]}  # with their prefixes
 _UNDERSCORED: Final = ("lycoris_", "lora_unet_", "lora_transformer_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_te_")
 _DOTTED: Final = (_PEFT, "transformer.", "unet.", "text_encoder.", "text_encoder_2.", "diffusion_model.", "model.diffusion_model.")
 _SHOWN: Final = 8  # problems in an error
@@ -124,11 +124,11 @@ def load_lokr(
     for name, layer in given.items():
         try:
             adapter = _adapter(name, layer, config, scale)
-            for place, part in places.of(name, adapter):
-                slot = adapters.setdefault((place.layer, place.parts), {})
-                if place.number in slot or sum([place.layer == other for other, _ in adapters]) > 1:
-                    raise value_error(name, f"one adapter of {place.layer}", "a second one in the same file (prefix= takes those of one)")
-                slot[place.number] = part
+            for (layer_name, number, parts), part in places.of(name, adapter):
+                slot = adapters.setdefault((layer_name, parts), {})
+                if number in slot or sum([layer_name == other for other, _ in adapters]) > 1:
+                    raise value_error(name, f"one adapter of {layer_name}", "a second one in the same file (prefix= takes those of one)")
+                slot[number] = part
         except (TypeError, ValueError) as error:
             problems.append(str(error) if str(error).startswith(name) else f"{name}: {error}")
     made: dict[str, LoKrLayer] = {}
@@ -260,12 +260,7 @@ def _of_pattern(config: Mapping[str, Any], patterns: str, name: str, default: fl
 # ---- the model's layers ----------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
-    """Where an adapter goes: a layer; or the part of this number of a layer of so many projections."""
-
-    layer: str
-    number: int = 0
-    parts: int = 1
+_Place = tuple[str, int, int]  # a layer, the number of a part of it, and how many parts it has
 
 
 class _Places:
@@ -295,10 +290,10 @@ class _Places:
                 named = [self._named(own) for own in each]
                 if all(named):
                     layers = [layer for found in named for layer in found]
-                    parts = [adapter.tensors]
-                    if len(layers) > 1:
-                        parts = cut_rows(adapter.tensors, [_shape(self.layers[layer])[0] for layer in layers])
-                    return [(_Place(layer), adapter._replace(tensors=part)) for layer, part in zip(layers, parts, strict=True)]
+                    if len(layers) == 1:
+                        return [((layers[0], 0, 1), adapter)]
+                    parts = cut_rows(adapter.tensors, [_shape(self.layers[layer])[0] for layer in layers])
+                    return [((layer, 0, 1), adapter._replace(tensors=part)) for layer, part in zip(layers, parts, strict=True)]
             place = self._part(candidate)
             if place is not None:
                 return [(place, adapter)]
@@ -334,7 +329,7 @@ class _Places:
                     stem = _stem(candidate, own)
                     found = () if stem is None else self._named(f"{stem}{fused}")
                     if found:
-                        return _Place(found[0], i, len(group))
+                        return found[0], i, len(group)
         return None
 
     def _nearest(self, name: str) -> str:
@@ -482,15 +477,14 @@ def lokr_state(model: nn.Module, format: str = "lycoris", *, prefix: str | None 
         >>> sorted(lokr_state(torch.nn.Sequential(LoKrLinear(64, 64, 16)), "kohya"))
         ['lora_unet_0.alpha', 'lora_unet_0.lokr_w1', 'lora_unet_0.lokr_w2']
     """
-    check_choice("format", format, FORMATS)
+    check_choice("format", format, tuple(FORMATS))
     if prefix is not None and not isinstance(prefix, str):
         raise type_error("prefix", "a string or None", type_name(prefix))
     layers = lokr_layers(model)
     _check_format(layers, format)
-    default = {"lycoris": "lycoris", "kohya": "lora_unet", "diffusers": "transformer", "peft": _PEFT[:-1]}[format]
     state: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        written = f"{default if prefix is None else prefix}.{name}"
+        written = f"{FORMATS[format] if prefix is None else prefix}.{name}"
         if format in ("lycoris", "kohya"):
             written, tensors = written.replace(".", "_"), layer.adapter_state_dict("lycoris")
         else:
@@ -519,18 +513,17 @@ def lokr_layers(model: nn.Module) -> dict[str, LoKrLayer]:
 
 def _check_format(layers: Mapping[str, LoKrLayer], format: str) -> None:
     """Each layer has a form in the format."""
-    problems = []
+    problems, is_pefts = [], format in ("diffusers", "peft")
     for name, layer in layers.items():
-        o = layer.options
-        missing = ["a sum of terms"] if o.terms > 1 else []
-        if format in ("diffusers", "peft"):
-            missing += ["weight_decompose"] if o.weight_decompose else []
-        if format == "diffusers":
-            missing += ["convolutions"] if isinstance(layer, LoKrConv2d) else []
-        problems += [f"{name} with {what}" for what in missing]
+        has = {
+            "a sum of terms": layer.options.terms > 1,
+            "weight_decompose": is_pefts and layer.options.weight_decompose,
+            "convolutions": format == "diffusers" and isinstance(layer, LoKrConv2d),
+        }
+        problems += [f"{name} with {what}" for what, is_there in has.items() if is_there]
     if problems:
         raise value_error("format", f"one that has a form for every layer: {format!r} has none for some", "; ".join(problems[:_SHOWN]))
-    if format in ("diffusers", "peft"):
+    if is_pefts:
         common_factor(layers)
 
 

@@ -65,11 +65,7 @@ def cut_rows(tensors: Tensors, sizes: Sequence[int]) -> list[dict[str, Tensor]]:
     """Adapters whose rows, one after the other, are the adapter's.
 
     Parts that begin with rows of w1 get these rows. Others are sums: w2 is cut into ``terms`` equal pieces, and each term has a piece and
-    the rows of w1 that meet it.
-
-    Args:
-        tensors: of the adapter, by name.
-        sizes: rows of each part.
+    the rows of w1 that meet it. Sizes are rows of each part.
 
     Raises:
         ValueError: a part that would be a sum of too many terms, or one of a convolution or of a decomposed weight.
@@ -133,9 +129,7 @@ def cut_columns(tensors: Tensors, parts: int) -> list[dict[str, Tensor]]:
 def join_rows(parts: Sequence[Tensors | None], sizes: Sequence[int]) -> dict[str, Tensor]:
     """One adapter whose rows are those of the parts, one after the other: a sum with a term for each part.
 
-    Args:
-        parts: the tensors of each, with the scale in w1; None has no adapter.
-        sizes: rows of each.
+    Parts have the scale in w1, and this many rows each; None has no adapter.
 
     Raises:
         ValueError: parts of other sizes, convolutions, decomposed weights.

@@ -117,9 +117,10 @@ def will_execute(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-def mark_static(t: Any) -> None:
-    """Let Dynamo make no symbols of the sizes of a tensor; its own function of this name does so only while nothing is compiled."""
+def mark_static(t: Any) -> Any:
+    """The tensor, of whose sizes Dynamo makes no symbols; its own function of this name does so only while nothing is compiled."""
     t._dynamo_static_indices = set(range(t.ndim))
+    return t
 
 
 def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:

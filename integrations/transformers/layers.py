@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,8 @@ from fastkron_py.integrations.replacement import Applied, Replacement, replace
 from fastkron_py.integrations.transformers.adapters import added, base_of
 from fastkron_py.integrations.transformers.form import Form, read_form
 from fastkron_py.nn.modules import is_hooked, is_plain_linear
-from fastkron_py.runtime.checks import HALF_DTYPES, check_choice, check_precision
+from fastkron_py.runtime.checks import HALF_DTYPES, REAL_DTYPES, check_choice, check_precision
 from fastkron_py.runtime.errors import type_name
-
-_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def use_fastkron(model: nn.Module, *, backward: str = "save", precision: str | None = None) -> Applied:
@@ -69,17 +68,7 @@ class GatedProjections(Replacement):
         if "forward" in module.__dict__:
             return "its forward was replaced by another library"
         form = read_form(module)
-        if form is None or isinstance(form, str):
-            return form
-        bases = {name: base_of(getattr(module, name)) or getattr(module, name) for name in (form.gate, form.up)}
-        for name, linear in bases.items():
-            reason = _projection_obstacle(name, linear)
-            if reason is not None:
-                return reason
-        hooked = [name for name, child in form.others if is_hooked(child)]
-        if hooked:
-            return f"its {hooked[0]} has hooks"
-        return _pair_obstacle(form.gate, form.up, bases[form.gate], bases[form.up])
+        return next(_obstacles(module, form), None) if isinstance(form, Form) else form
 
     @classmethod
     def on_change(cls, module: Any) -> None:
@@ -133,26 +122,22 @@ def _operands(layout: str, bases: list[Any], added: Tensor | None) -> dict[str, 
     return {"weight": tuple(weights), "bias": bias if bias.ndim > 2 else tuple(bias.unbind())}
 
 
-# ---- obstacles --------------------------------------------------------------------
-
-
-def _projection_obstacle(name: str, linear: Any) -> str | None:
-    if type(linear) is not nn.Linear:
-        return f"its {name} is {type_name(linear)}, an adapter's or a quantised layer"
-    if is_hooked(linear):
-        return f"its {name} has hooks"
-    weight = linear.weight
-    if not is_plain_linear(linear):
-        return f"the weight of its {name} is {type_name(weight)}, no plain parameter"
-    if weight.dtype not in _DTYPES:
-        return f"the weight of its {name} is of dtype {weight.dtype}"
-    return None
-
-
-def _pair_obstacle(gate_name: str, up_name: str, gate: Any, up: Any) -> str | None:
+def _obstacles(module: Any, form: Form) -> Iterator[str]:
+    """Why an MLP of this form is left alone."""
+    bases = {name: base_of(getattr(module, name)) or getattr(module, name) for name in (form.gate, form.up)}
+    for name, linear in bases.items():
+        if type(linear) is not nn.Linear:
+            yield f"its {name} is {type_name(linear)}, an adapter's or a quantised layer"
+        elif is_hooked(linear):
+            yield f"its {name} has hooks"
+        elif not is_plain_linear(linear):
+            yield f"the weight of its {name} is {type_name(linear.weight)}, no plain parameter"
+        elif linear.weight.dtype not in REAL_DTYPES:
+            yield f"the weight of its {name} is of dtype {linear.weight.dtype}"
+    yield from [f"its {name} has hooks" for name, child in form.others if is_hooked(child)]
+    gate, up = bases[form.gate], bases[form.up]
     for what in ("shape", "dtype", "device"):
         if getattr(up.weight, what) != getattr(gate.weight, what):
-            return f"its {gate_name} and {up_name} differ in {what}"
+            yield f"its {form.gate} and {form.up} differ in {what}"
     if (up.bias is None) != (gate.bias is None):
-        return f"only one of its {gate_name} and {up_name} has a bias"
-    return None
+        yield f"only one of its {form.gate} and {form.up} has a bias"

@@ -67,19 +67,14 @@ def phase_of(tile: int, registers: Sequence[int], modes: Sequence[Any]) -> Phase
     return Phase(tuple(registers), tuple(others[:LANES]), tuple(others[LANES:]), tuple(modes))
 
 
-# ---- Hadamard transforms --------------------------------------------------------------------------
-# A row of n = m * 2^k elements is padded to 2^(k + b), where m <= 2^b. In a phase each thread adds and subtracts elements that differ in
-# one bit, for each bit that its registers hold: a mode is the number of a bit.
-
-
 class Transform(NamedTuple):
     """A launch.
 
     Attributes:
         tile: bits of an index into a tile.
-        bits: k, those that are transformed; they are the lowest ones.
+        bits: of a row of factors; of a Hadamard transform k, those that are transformed: they are the lowest ones.
         order_bits: b of m, the next ones.
-        loaded: the phase in which elements are loaded.
+        loaded: the phase in which elements are loaded; of factors the first one.
         order: of a tile's bits, seen as dimensions, that makes it a right operand ``[2^b, n]``; empty where m is 1.
         phases: those that follow; the last one is that in which elements are stored.
     """
@@ -102,14 +97,16 @@ class Transform(NamedTuple):
         return 1 << len(self.loaded.warps)
 
 
+# ---- Hadamard transforms --------------------------------------------------------------------------
+# A row of n = m * 2^k elements is padded to 2^(k + b), where m <= 2^b. In a phase each thread adds and subtracts elements that differ in
+# one bit, for each bit that its registers hold: a mode is the number of a bit.
+
+
 @lru_cache(maxsize=256)
 def transform(m: int, bits: int, itemsize: int) -> Transform:
-    """The launch for rows of m * 2^bits elements.
+    """The launch for rows of m * 2^bits elements of so many bytes; sums have 4, or 8 where elements have.
 
-    Args:
-        m: 1, or the order of a matrix, `Figures.widest` at most, of float32.
-        bits: k.
-        itemsize: bytes of an element; sums have 4, or 8 where elements have.
+    M is 1, or the order of a matrix, `Figures.widest` at most, of float32.
     """
     order_bits = (m - 1).bit_length()
     tile = max(OF.least_tile, bits + order_bits)
@@ -133,14 +130,7 @@ def transform(m: int, bits: int, itemsize: int) -> Transform:
 
 
 def takes_transform(m: int, bits: int, itemsize: int, shared_memory: int) -> bool:
-    """Whether there is a launch for rows of m * 2^bits elements.
-
-    Args:
-        m: 1, or the order of a matrix.
-        bits: k.
-        itemsize: bytes of an element.
-        shared_memory: bytes that a program can have.
-    """
+    """Whether there is a launch for rows of m * 2^bits elements of so many bytes, where a program can have this shared memory."""
     if m > 1 and (m > OF.widest or itemsize != SINGLE or bits < VECTOR[SINGLE]):  # half precision: two factors on tensor cores are faster
         return False
     row = bits + (m - 1).bit_length()
@@ -205,25 +195,6 @@ class Group(NamedTuple):
     width: int  # bits
 
 
-class SmallFactors(NamedTuple):
-    """A launch.
-
-    Attributes:
-        tile: bits of an index into a tile.
-        bits: of a row.
-        phases: the first one is that in which elements are loaded, the last one that in which they are stored.
-    """
-
-    tile: int
-    bits: int
-    phases: tuple[Phase, ...]
-
-    @property
-    def num_warps(self) -> int:
-        """Of a program."""
-        return 1 << len(self.phases[0].warps)
-
-
 def takes_small_factors(ps: Sequence[int], qs: Sequence[int], itemsize: int) -> bool:
     """Whether the kernel multiplies all of these factors at once."""
     is_small = len(ps) > 1 and tuple(ps) == tuple(qs) and all([p in SIZES for p in ps])
@@ -246,7 +217,7 @@ def quantities(mode: Mode, ps: Sequence[int]) -> dict[str, float]:
 
 
 @lru_cache(maxsize=256)
-def small_factors(ps: tuple[int, ...], itemsize: int) -> SmallFactors:
+def small_factors(ps: tuple[int, ...], itemsize: int) -> Transform:
     """The launch for square factors of these sizes."""
     bits = sum([_width(p) for p in ps])
     tile, vector, values = max(OF.least_tile, bits), VECTOR[itemsize], OF.values[itemsize]
@@ -264,7 +235,7 @@ def small_factors(ps: tuple[int, ...], itemsize: int) -> SmallFactors:
             registers = set(range(vector)) | _bits_of(taken)
         found.append(_phase(tile, registers, values, taken))
         left = [group for group in left if group not in taken]
-    return SmallFactors(tile, bits, tuple(found))
+    return Transform(tile, bits, 0, found[0], (), tuple(found))
 
 
 def _width(p: int) -> int:
