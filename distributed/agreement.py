@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NoReturn
-from weakref import ref
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 LOCAL: Final = 4
 """Numbers that each rank may send along with its digest."""
-
 STAGE: Final = "check that all ranks do the same"
 REFUSALS: Final = (TypeError, ValueError, LinAlgError)
 """Errors that a rank may find in its own arguments and sends to the others."""
@@ -41,13 +39,10 @@ _KINDS: Final[dict[str, type[Exception]]] = {
 
 
 class Control:
-    """Gathers small arrays in host memory from all ranks of a grid.
+    """Gathers small arrays in host memory from all ranks of a grid: ascending ranks of the default group, with this one among them.
 
     Made by its members alone, through the job's store: torch's `new_group` would ask every rank of the job. Never used
     for data, so that a rank which goes another way than the others meets no collective of theirs by accident.
-
-    Args:
-        ranks: the members in the default group, ascending; this rank is one of them.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -58,13 +53,12 @@ class Control:
         with stage("ProcessGrid: connecting", self.ranks):
             # Any: torch's stubs leave out inherited methods of a backend.
             self._group: Any = dist.ProcessGroupGloo(store, self.ranks.index(dist.get_rank()), len(self.ranks), group_timeout())
-        connections.append(ref(self))
+        connections.add(self)
 
     def close(self, failure: str) -> None:
         """Break the connections, so that ranks which wait here for this one learn at once that it will not come.
 
-        Args:
-            failure: that later calls name, if it is the first.
+        Later calls name the first failure.
         """
         self._group, self._failure = None, self._failure or failure
 
@@ -100,9 +94,6 @@ def agree(grid: ProcessGrid, description: Mapping[str, Any] | Exception, *, loca
         ValueError: descriptions differ; the message names the field and who had what.
         Exception: one or more ranks came with an error; every rank raises it.
         CollectiveError: a rank has died or not come.
-
-    Example:
-        >>> agree(grid, {"call": "kron_matmul", "factors": [[8, 8], [8, 8]], "dtype": "float32"}, local=(rows,))
     """
     control, error = grid.control, description if isinstance(description, Exception) else None
     name = f"{description['call']}: {STAGE}" if isinstance(description, Mapping) and "call" in description else STAGE
@@ -113,8 +104,7 @@ def agree(grid: ProcessGrid, description: Mapping[str, Any] | Exception, *, loca
     with stage(name, control.ranks):
         rows: list[list[int]] = control.gathered(own).tolist()
     if any(row[:2] != rows[0][:2] for row in rows):
-        contents = _gathered_text(control, json.dumps(said, separators=(",", ":")))
-        found = difference(contents, control.ranks)
+        found = difference(_gathered_text(control, json.dumps(said, separators=(",", ":"))), control.ranks)
         raise found or value_error("description", "fields in the same order on every rank", "the same in another order") from error
     if error is not None:  # the same on every rank
         raise error
@@ -122,12 +112,7 @@ def agree(grid: ProcessGrid, description: Mapping[str, Any] | Exception, *, loca
 
 
 def refuse(grid: ProcessGrid, error: Exception) -> NoReturn:
-    """Raise an error that this rank met, on every rank: the others learn of it in the check that they make or are about to make.
-
-    Args:
-        grid: the ranks.
-        error: the error, if there is one.
-    """
+    """Raise an error that this rank met, on every rank: the others learn of it in the check that they make or are about to make."""
     agree(grid, error)
     raise error  # not reached: all ranks have raised
 
@@ -155,13 +140,11 @@ def _gathered_text(control: Control, text: str) -> list[Any]:
 def difference(contents: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> Exception | None:
     """The error that says how descriptions differ, or the one that a rank came with; else None. The same on every rank.
 
-    Args:
-        contents: by rank, ``{"grid": ..., "fields": ...}`` or ``{"grid": ..., "error": ...}``.
-        ranks: how the ranks are called.
+    Contents are, by rank, ``{"grid": ..., "fields": ...}`` or ``{"grid": ..., "error": ...}``.
     """
     known = [(rank, content["grid"]) for rank, content in zip(ranks, contents, strict=True) if content.get("grid")]
     # Before errors, which may come from it: blocks of one grid do not fit another.
-    if error := differing("grid", [grid for _, grid in known], [rank for rank, _ in known]):
+    if error := _differing("grid", [grid for _, grid in known], [rank for rank, _ in known]):
         return error
     errors = [(r, c["error"]) for r, c in zip(ranks, contents, strict=True) if "error" in c]
     if errors:
@@ -171,19 +154,16 @@ def difference(contents: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> E
         return _KINDS[kind](message if len(same) == len(ranks) else f"{message} (on {rank_text(same)}{more})")
     fields = [c["fields"] for c in contents]
     for name in dict.fromkeys(name for f in fields for name in f):
-        values = [json.dumps(f[name]) if name in f else "nothing" for f in fields]
-        if error := differing(name, values, ranks):
+        if error := _differing(name, [json.dumps(f[name]) if name in f else "nothing" for f in fields], ranks):
             return error
     return None
 
 
-def differing(name: str, values: Sequence[str], ranks: Sequence[int]) -> Exception | None:
+def _differing(name: str, values: Sequence[str], ranks: Sequence[int]) -> Exception | None:
     """The error that says who has what, if not all have the same."""
     kinds = list(dict.fromkeys(values))
-    if len(kinds) < 2:
-        return None
-    shown = "; ".join(f"{kind} on {rank_text(r for r, v in zip(ranks, values, strict=True) if v == kind)}" for kind in kinds)
-    return value_error(name, "the same on every rank", shown)
+    shown = [f"{kind} on {rank_text(r for r, v in zip(ranks, values, strict=True) if v == kind)}" for kind in kinds]
+    return value_error(name, "the same on every rank", "; ".join(shown)) if len(kinds) > 1 else None
 
 
 def pack_error(error: Exception) -> list[str]:

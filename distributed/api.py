@@ -173,7 +173,7 @@ def _own_factors(call: Call, factors: list[Any]) -> list[Any] | None:
     if not is_identity(factors[0]) or not (call.plan is None or call.plan.is_local):
         return None
     problem = call.problem(0)
-    steps = by_stages(problem.inner, problem.outer, (len(factors),), call.parts, True)
+    steps = by_stages(*problem.sizes, (len(factors),), call.parts, True)
     if any(step.leg is not None for step in steps):
         return None
     return [widths(steps[0].offsets)[call.place] // steps[0].p, *factors[1:]]

@@ -72,8 +72,7 @@ class ProcessInfo:
 _made: tuple[Any, ProcessInfo] | None = None
 _met: tuple[str, dist.Store] | None = None
 """The launcher, and the store, whose server may be this process: a group made after another has been destroyed meets in the same one."""
-_meetings = 0
-"""How many groups this process has asked for: each meets under its own keys of the store."""
+_meetings = 0  # groups that this process has asked for: each meets under its own keys of the store
 
 
 def init_process_group(backend: str | None = None, *, timeout: float | timedelta = TIMEOUT) -> ProcessInfo:
@@ -110,12 +109,16 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
         return info
     error, seconds = None, TIMEOUT
     try:  # a wrong argument is told to the other ranks before it is raised, lest they wait
-        seconds = _check_timeout(timeout)
-        _check_backend(backend)
+        seconds = _seconds(timeout)
+        expected = f"None or one of {', '.join(BACKENDS)}"
+        if backend is not None and not isinstance(backend, str):
+            raise type_error("backend", expected, type_name(backend))
+        if backend not in (None, *BACKENDS):
+            raise value_error("backend", expected, repr(backend))
     except (TypeError, ValueError) as wrong:
         error = wrong
     launcher, store = _meet(seconds)
-    rank, size = _rank_and_size(launcher)
+    rank, size = (0, 1) if launcher == "single" else (_integer("RANK"), _integer("WORLD_SIZE"))
     reports = _exchange(store, rank, size, _report(backend, size, seconds, error), seconds)
     if problem := judge(reports):
         raise problem
@@ -149,19 +152,7 @@ def _meet(seconds: float) -> tuple[str, dist.Store]:
     return launcher, dist.PrefixStore(f"fastkron_py/{_meetings}", store)
 
 
-def _rank_and_size(launcher: str) -> tuple[int, int]:
-    return (0, 1) if launcher == "single" else (_integer("RANK"), _integer("WORLD_SIZE"))
-
-
-def _check_backend(backend: Any) -> None:
-    expected = f"None or one of {', '.join(BACKENDS)}"
-    if backend is not None and not isinstance(backend, str):
-        raise type_error("backend", expected, type_name(backend))
-    if backend not in (None, *BACKENDS):
-        raise value_error("backend", expected, repr(backend))
-
-
-def _check_timeout(timeout: Any) -> float:
+def _seconds(timeout: Any) -> float:
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -220,12 +211,10 @@ def _info(launcher: str, rank: int, reports: Sequence[dict[str, Any]]) -> Proces
 
 def _existing() -> ProcessInfo:
     """About a default group that somebody else has made."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    backend = dist.get_backend()
-    cuda = "nccl" in dist.get_backend_config()
+    rank, size, cuda = dist.get_rank(), dist.get_world_size(), "nccl" in dist.get_backend_config()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    local_rank = dist.get_node_local_rank(fallback_rank=rank)
-    return ProcessInfo("existing", rank, size, local_rank, size, device, "nccl" if cuda else str(backend))
+    backend = "nccl" if cuda else str(dist.get_backend())
+    return ProcessInfo("existing", rank, size, dist.get_node_local_rank(fallback_rank=rank), size, device, backend)
 
 
 def _destroy() -> None:
@@ -250,10 +239,7 @@ def find_launcher() -> str:
     """Recognise the launcher by its variables: "torchrun", "mpi", "slurm" or "single". The environment has torchrun's names then.
 
     torchrun comes first, since it may run under Slurm; MPI before Slurm, since variables of the batch script's
-    one task are inherited by everything that mpirun starts in it.
-
-    Raises:
-        RuntimeError: mpirun started this process, and mpi4py or an MPI library is missing; or variables do not make sense.
+    one task are inherited by everything that mpirun starts in it. A RuntimeError says what is missing or makes no sense.
     """
     env = os.environ
     if all(name in env for name in _TORCHRUN):
@@ -289,11 +275,7 @@ def _check_alone(env: Mapping[str, str]) -> None:
 
 
 def _integer(name: str) -> int:
-    """An environment variable as a number.
-
-    Raises:
-        RuntimeError: it is missing, or it is not a number.
-    """
+    """An environment variable as a number; a RuntimeError if it is missing or none."""
     if name not in os.environ:
         remedy = "pass on what srun sets (srun --export=ALL), or set it"
         raise RuntimeError(f"init_process_group: the environment variable {name} is missing; {remedy}")
@@ -326,10 +308,10 @@ def first_host(nodes: str) -> str:
 
 
 def _mpi_available() -> bool:
-    """Whether mpi4py and an MPI library can be loaded."""
+    """Whether mpi4py and an MPI library, which it may not find, can be loaded."""
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError):  # RuntimeError: mpi4py found no MPI library
+    except (ImportError, RuntimeError):
         return False
     return bool(MPI.Is_initialized())
 

@@ -20,6 +20,7 @@ from datetime import timedelta
 from itertools import groupby
 from types import TracebackType
 from typing import Any, Final, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,8 @@ SHARE: Final = 0.9
 """Of the timeout, after which an exchange is named: torch's watchdog may end the process at the timeout."""
 KEPT: Final = 256
 
-connections: list[Any] = []
-"""Weak references to all that a failure closes, lest ranks far from the one that died wait for the timeout: who knows passes it on."""
+connections: WeakSet[Any] = WeakSet()
+"""All that a failure closes, lest ranks far from the one that died wait for the timeout: who knows passes it on."""
 
 
 class CollectiveError(RuntimeError):
@@ -63,13 +64,8 @@ class CollectiveError(RuntimeError):
 class stage:  # noqa: N801  # used as a function is; a generator would take several times as long, for every exchange of every chunk
     """Give errors inside the name of the stage. For collectives alone, whose failures are RuntimeErrors: tensors are prepared outside.
 
-    Args:
-        name: the operation, for example ``"kron_matmul: exchange 2 of 3"``.
-        group: the group it is done in, or its ranks, for the message.
-        device: whose current stream waits for what is begun inside; without an error it is noted.
-
-    Raises:
-        CollectiveError: from any RuntimeError but those of memory and of what is not implemented, which pass as they are.
+    A CollectiveError comes from any RuntimeError but those of memory and of what is not implemented, which pass as they are. The group, or
+    its ranks, are for the message. A device's current stream waits for what is begun inside: without an error it is noted.
     """
 
     __slots__ = ("_device", "_group", "_name", "_start")
@@ -92,9 +88,8 @@ class stage:  # noqa: N801  # used as a function is; a generator would take seve
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         waiting = unfinished()
         failure = CollectiveError(self._name, rank, seconds, reason + (f"; the GPU has not finished: {waiting}" if waiting else ""))
-        for connection in [reference() for reference in tuple(connections)]:
-            if connection is not None:
-                connection.close(str(failure))
+        for connection in tuple(connections):
+            connection.close(str(failure))
         try:
             raise failure from error
         finally:
@@ -102,12 +97,7 @@ class stage:  # noqa: N801  # used as a function is; a generator would take seve
 
 
 def check_plain(name: str, tensors: Iterable[Tensor]) -> None:
-    """Raise NotImplementedError for tensors of a transform: an exchange would leave their tangents or batches behind.
-
-    Args:
-        name: the operation, for the message.
-        tensors: that it sends, or that it makes of what it sends.
-    """
+    """Raise NotImplementedError for tensors of a transform: an exchange would leave their tangents or batches behind."""
     if not (transforms_active() or torch_internals.is_batching()):
         return
     for t in tensors:
@@ -144,17 +134,11 @@ def group_timeout() -> timedelta:
 
 
 class Waiting(NamedTuple):
-    """An exchange that a GPU may be waiting for.
+    """An exchange that a GPU may be waiting for."""
 
-    Attributes:
-        text: its stage.
-        event: after it; its `query` tells whether a GPU has reached it.
-        since: when it was begun, by `time.monotonic`.
-    """
-
-    text: str
-    event: Any
-    since: float
+    text: str  # its stage
+    event: Any  # after it; its `query` tells whether a GPU has reached it
+    since: float  # when it was begun, by `time.monotonic`
 
 
 _under_way: deque[Waiting] = deque(maxlen=KEPT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fastkron_py.distributed.agreement import Control, agree, refuse, refused_by_all
 from fastkron_py.distributed.failures import group_timeout, rank_text, stage
 from fastkron_py.distributed.layout import chunk_offsets, widths
+from fastkron_py.distributed.plan import integers
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DIMENSIONS: Final = ("rows", "cols")
@@ -44,16 +44,13 @@ class ProcessGrid:
 
     Attributes:
         shape: ``(GM, GK)``: how many blocks there are of rows, and of columns.
-        ranks: the grid's ranks in the default group, along its rows.
-        world_size: their number.
+        ranks: the grid's ranks in the default group, along its rows; `world_size` is their number.
         rank: this rank's number in the grid: ``row * GK + col``.
-        row: which block of rows this rank holds.
-        col: which block of columns.
+        row: which block of rows this rank holds; `col`: which block of columns.
         device: where this rank's tensors lie.
         mesh: the grid as a mesh of two dimensions, called "rows" and "cols" unless it was given.
-        group: all ranks of the grid.
-        row_group: the GK ranks of this rank's row, by column: they hold the columns of the same rows, and exchange them.
-        col_group: the GM ranks of this rank's column, by row.
+        group: all ranks of the grid; `row_group`: the GK ranks of this rank's row, by column, who hold the columns of the same rows and
+            exchange them; `col_group`: the GM ranks of this rank's column, by row.
         layout: which ranks are in which row and column, and whose groups they use. Ranks compare this before each call.
 
     Raises:
@@ -115,11 +112,7 @@ class ProcessGrid:
 
     @property
     def control(self) -> Control:
-        """The channel on the host by which all ranks of the grid exchange messages apart from their data.
-
-        Raises:
-            ValueError: the grid has been closed.
-        """
+        """The channel on the host by which all ranks of the grid exchange messages apart from their data; of an open grid."""
         if self._closed:
             raise value_error("grid", "an open ProcessGrid", "one that has been closed")
         return self._control
@@ -147,11 +140,7 @@ class ProcessGrid:
         """This rank's block of a matrix that the grid's first rank has. Collective, and without derivatives.
 
         Args:
-            whole: ``[rows, columns]`` on the grid's device; the other ranks' values are not read.
-
-        Raises:
-            TypeError: no tensor.
-            ValueError: no matrix, another device, or shapes or dtypes that differ from rank to rank. Every rank raises each of these.
+            whole: ``[rows, columns]`` on the grid's device, of the same shape and dtype on every rank; the others' values are not read.
 
         Example:
             >>> grid = ProcessGrid()
@@ -166,11 +155,7 @@ class ProcessGrid:
         """The whole matrix of all ranks' blocks, on every rank. Collective, and without derivatives.
 
         Args:
-            block: this rank's, as `block` cuts.
-
-        Raises:
-            TypeError: no tensor.
-            ValueError: no matrix, another device, dtypes that differ, or blocks cut in another way. Every rank raises each of these.
+            block: this rank's, as `block` cuts, of the same dtype on every rank.
         """
         sizes = self._agree_on_matrix("gather", "block", block, False)
         cols = self.shape[1]
@@ -179,10 +164,7 @@ class ProcessGrid:
         if [size[:2] for size in sizes] != [(rows, columns) for rows in cuts[0] for columns in cuts[1]]:
             raise value_error("block", f"blocks of a matrix {shape} as torch.chunk cuts it", [size[:2] for size in sizes])
         with stage("ProcessGrid.gather", self.group), torch.no_grad():
-            found = DTensor.from_local(
-                block.detach().contiguous(), self.mesh, PLACEMENTS, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
-            )
-            return found.full_tensor()
+            return _spread(block.detach().contiguous(), self.mesh, shape).full_tensor()
 
     def _agree_on_matrix(self, call: str, name: str, matrix: Any, same_shape: bool) -> list[tuple[int, ...]]:
         """Every rank's sizes of a matrix, once all have one of the same dtype."""
@@ -204,9 +186,6 @@ class ProcessGrid:
         Process groups last until the default group is destroyed: grids of the same ranks and shape share them, and peer memory too, which
         the next product of another one makes anew. A second close does nothing. ``with grid:`` closes it at the end of the block; after an
         exception without waiting for other ranks, which may be gone.
-
-        Raises:
-            CollectiveError: a rank did not join in time.
         """
         if not self._closed:
             _release(self, "ProcessGrid.close")
@@ -231,31 +210,27 @@ class ProcessGrid:
 
 # Grids of the same ranks and shape share their groups: communicators are slow to make and hold memory.
 _made: dict[Any, Any] = {}
-"""Controls by ranks, groups by ranks and shape, grids by mesh, and slots: all of the default group of this time."""
-_made_in: Any = None
+"""Controls by ranks, groups by ranks and shape, grids by mesh, slots, and as "in" the default group that all of these are of."""
 
 
 def forget_groups() -> None:
     """Let go of the groups that are kept for later grids."""
-    global _made_in
     _made.clear()
-    _made_in = None
 
 
 def kept(key: Any, make: Callable[[], Any], is_good: Callable[[Any], bool] = lambda _: True) -> Any:
     """What is made once for a default group, or again where it is not good any more; forgotten with the group."""
-    global _made_in
-    if _made_in is not dist.group.WORLD:
-        forget_groups()
-        _made_in = dist.group.WORLD
+    if _made.get("in") is not dist.group.WORLD:
+        _made.clear()
+        _made["in"] = dist.group.WORLD
     if key not in _made or not is_good(_made[key]):
         _made[key] = make()
     return _made[key]
 
 
-def known_slots() -> dict[tuple[str, torch.device], Any]:
+def known_slots() -> Any:
     """Slots of peer memory of this process group, by group and device; None where there can be none."""
-    return kept("slots", dict)  # type: ignore[no-any-return]
+    return kept("slots", dict)
 
 
 def release_peer_memory(grid: ProcessGrid) -> None:
@@ -264,12 +239,6 @@ def release_peer_memory(grid: ProcessGrid) -> None:
     Slots stay allocated after a product, since the next one of its size uses them again; those of a grid of 1 x 4 GPUs take up to six
     times a chunk's block. Without slots nothing happens. The next product that needs slots makes new ones. Slots that a CUDA graph uses
     stay, since it may be replayed.
-
-    Args:
-        grid: a `ProcessGrid`.
-
-    Raises:
-        CollectiveError: a rank did not join in time.
 
     Example:
         >>> release_peer_memory(ProcessGrid((1, 1)))
@@ -287,12 +256,11 @@ def _release(grid: ProcessGrid, call: str) -> None:
 
 def _groups(grid: ProcessGrid, shape: tuple[int, int] | None) -> tuple[dist.ProcessGroup, ...]:
     """The groups of all ranks of a grid, of this rank's row and of its column; without a shape the first."""
-    row, col = divmod(grid.rank, shape[1]) if shape else (0, 0)
-    members = [grid.ranks]
-    if shape is not None:
-        members += [grid.ranks[row * shape[1] : (row + 1) * shape[1]], grid.ranks[col :: shape[1]]]
 
     def make() -> tuple[dist.ProcessGroup, ...]:
+        members = [grid.ranks]
+        if shape is not None:
+            members += [grid.ranks[grid.row * shape[1] : (grid.row + 1) * shape[1]], grid.ranks[grid.col :: shape[1]]]
         with stage(f"ProcessGrid: making groups of a {shape} grid", grid.ranks):
             _level(grid)
             return tuple(_new_group(m) for m in members)
@@ -306,20 +274,17 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 
     Its kernels go before others that wait: an exchange that is begun beside a multiply of many programs would else begin after it.
     """
-    options = None
+    options, timeout = None, group_timeout()
     if "nccl" in dist.get_backend_config():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = group_timeout()
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=group_timeout(), use_local_synchronization=True, pg_options=options)
-    return group
+        options._timeout = timeout
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, pg_options=options)  # type: ignore[no-any-return]
 
 
 def _level(grid: ProcessGrid) -> None:
-    """Let all ranks of the grid know of equally many groups.
+    """Let all ranks of the grid know of equally many groups, by groups of one rank alone.
 
     torch derives the name by which members find each other from the number of groups that each of them knows.
-    After other grids these numbers may differ, and members would wait for each other under different names. Groups
-    of one rank alone complete the grids; ranks of a grid then make groups in step.
     """
     known = len(dist.distributed_c10d._world.pg_names)
     most = max(counts[0] for counts in agree(grid, {"call": "ProcessGrid, before its groups"}, local=(known,)))
@@ -336,10 +301,7 @@ def _member_ranks(mesh: DeviceMesh | None, ranks: Any) -> tuple[int, ...]:
         return tuple(members) if len(set(members)) == len(members) else tuple(range(dist.get_world_size()))
     if ranks is None:
         return tuple(range(dist.get_world_size()))
-    if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not all(isinstance(r, numbers.Integral) for r in ranks):
-        raise type_error("ranks", "a sequence of integers", type_name(ranks) if not isinstance(ranks, Sequence) else ranks)
-    listed = [int(r) for r in ranks]
-    size = dist.get_world_size()
+    listed, size = list(integers("ranks", ranks)), dist.get_world_size()
     if not listed or listed != sorted(set(listed)) or listed[0] < 0 or listed[-1] >= size:
         raise value_error("ranks", f"ascending ranks from 0 to {size - 1}", listed)
     if dist.get_rank() not in listed:
@@ -359,11 +321,9 @@ def _grid_shape(shape: Any, ranks: Any, members: tuple[int, ...]) -> tuple[int, 
         return int(table.shape[0]), int(table.shape[1])
     if shape is None:
         return len(members), 1
-    if not isinstance(shape, Sequence) or isinstance(shape, str) or not all(isinstance(s, numbers.Integral) for s in shape):
-        raise type_error("shape", "(GM, GK), a DeviceMesh or None", type_name(shape) if not isinstance(shape, Sequence) else shape)
-    sizes = [int(s) for s in shape]
+    sizes = integers("shape", shape, "(GM, GK), a DeviceMesh or None")
     if len(sizes) != 2 or min(sizes) < 1:
-        raise value_error("shape", "two positive numbers, GM and GK", tuple(sizes))
+        raise value_error("shape", "two positive numbers, GM and GK", sizes)
     if math.prod(sizes) != len(members):
         raise value_error("shape", f"GM * GK = {len(members)}, the number of ranks", f"{sizes[0]} * {sizes[1]} = {math.prod(sizes)}")
     return sizes[0], sizes[1]
@@ -377,11 +337,9 @@ def _grid_device(device: Any, shape: Any) -> torch.device:
     except RuntimeError:
         raise value_error("device", "a torch device", repr(device)) from None
     nccl = "nccl" in dist.get_backend_config()
-    if isinstance(shape, DeviceMesh):
-        if place is not None and place.type != shape.device_type:
-            raise value_error("device", f"the mesh's, {shape.device_type}", place)
-        place = place or torch.device(shape.device_type)
-    place = place or torch.device("cuda" if nccl else "cpu")
+    if isinstance(shape, DeviceMesh) and place is not None and place.type != shape.device_type:
+        raise value_error("device", f"the mesh's, {shape.device_type}", place)
+    place = place or torch.device(shape.device_type if isinstance(shape, DeviceMesh) else "cuda" if nccl else "cpu")
     if place.type == "cuda" and not nccl:
         raise value_error("device", "cpu, since the default group has no NCCL", place)
     if place.type not in ("cuda", "cpu"):
@@ -392,11 +350,7 @@ def _grid_device(device: Any, shape: Any) -> torch.device:
 
 
 def own_block(name: str, operand: Any) -> Any:
-    """This rank's block of an operand; anything but a DTensor is taken for one.
-
-    Raises:
-        ValueError: a DTensor that is placed in another way.
-    """
+    """This rank's block of an operand, a DTensor placed `PLACEMENTS`; anything else is taken for a block."""
     if not isinstance(operand, DTensor):
         return operand
     if operand.ndim != 2 or tuple(operand.placements) != PLACEMENTS:
@@ -407,19 +361,15 @@ def own_block(name: str, operand: Any) -> Any:
 
 def as_operand(block: Tensor, operand: Any, shape: Sequence[int]) -> Tensor:
     """This rank's block of a matrix of this shape as an operand is: a block, or a DTensor placed in the same way."""
-    if not isinstance(operand, DTensor):
-        return block
-    where = operand.device_mesh, operand.placements
-    return DTensor.from_local(block, *where, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    return _spread(block, operand.device_mesh, shape) if isinstance(operand, DTensor) else block
+
+
+def _spread(block: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
+    return DTensor.from_local(block, mesh, PLACEMENTS, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
 
 
 def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
-    """The grid that a call is made over: the one that it is given, or that of a DTensor's mesh, which has to be of the same ranks.
-
-    Raises:
-        TypeError: grid is not a ProcessGrid.
-        ValueError: there is none; or the mesh is of others, which every rank raises.
-    """
+    """The grid that a call is made over: the one that it is given, or that of a DTensor's mesh, which has to be of the same ranks."""
     if grid is not None and not isinstance(grid, ProcessGrid):
         raise type_error("grid", "a ProcessGrid", type_name(grid))
     if not isinstance(x, DTensor):

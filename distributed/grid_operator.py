@@ -52,16 +52,11 @@ class GridOperator(LazyOperator, Generic[Local]):
     """A matrix that is given by small tensors, equal on every rank, and multiplies matrices that are spread over a grid of ranks.
 
     A subclass makes the operator of one rank (`_agree`), and multiplies. Conversions are those of that operator, array by array.
-
-    Attributes:
-        local: the same operator on whole matrices of this rank alone, with the same factors.
-        grid: the ranks.
-        reduction: of gradients from blocks over the grid's ranks: "sum" or "mean".
     """
 
-    local: Local
+    local: Local  # the same operator on whole matrices of this rank alone, with the same factors
     grid: ProcessGrid
-    reduction: Reduction
+    reduction: Reduction  # of gradients from blocks over the grid's ranks
 
     def _of_whole_matrices(self, *_: Any) -> NoReturn:
         where = "operator.local has them, of whole matrices, which DTensor.full_tensor() gathers from blocks"
@@ -178,9 +173,8 @@ class GridOperator(LazyOperator, Generic[Local]):
 
     # ---- numbers, the same on every rank -------------------------------------------------------
 
-    def eigh(self) -> Eigh:
-        """The eigenvalues of this rank's rows, and the eigenvectors."""
-        raise NotImplementedError
+    eigh: Callable[[], Eigh]
+    slogdet: Callable[[], SlogDet]
 
     def _rows_and_vectors(
         self, pairs: Callable[[Local], tuple[list[Any], list[Any]]], combine: Callable[..., Tensor]
@@ -201,10 +195,6 @@ class GridOperator(LazyOperator, Generic[Local]):
         """The eigenvalues of `eigh`, in the same order: those of this rank's rows."""
         values: Tensor = self.eigh().eigenvalues
         return values
-
-    def slogdet(self) -> SlogDet:
-        """Sign of the determinant, and log of its absolute value."""
-        raise NotImplementedError
 
     def logdet(self) -> Any:
         """Log of the determinant, a 0-dimensional tensor: NaN if it is negative, -inf if it is 0, complex for complex factors.
@@ -319,7 +309,7 @@ class GridShare(Share):
         return found.abs()
 
 
-def right_hand_block(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -> Tensor:
+def right_hand(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -> Tensor:
     """This rank's block of a right-hand side ``[size, M]``, once it is known to be one."""
     local = own_block("b", b)
     if not isinstance(local, Tensor):

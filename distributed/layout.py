@@ -10,7 +10,7 @@ columns, and where the target cuts rows of the matrix, up to three of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -75,44 +75,29 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """From ranges of the columns of a matrix [rows, columns] to ranges of its elements in row-major order.
+    """From ranges of the columns of a matrix [rows, columns] to ranges of its elements in row-major order."""
 
-    Attributes:
-        rows: Q.
-        columns: S.
-        source: offsets in columns; a rank holds its columns of all rows.
-        target: offsets in elements, row-major.
-        transposed: at its source a rank's block lies column by column, as a multiply leaves it; else row by row.
-    """
-
-    rows: int
-    columns: int
-    source: Offsets
-    target: Offsets
-    transposed: bool = True
+    rows: int  # Q
+    columns: int  # S
+    source: Offsets  # in columns; a rank holds its columns of all rows
+    target: Offsets  # in elements, row-major
+    transposed: bool = True  # at its source a rank's block lies column by column, as a multiply leaves it; else row by row
 
     @property
     def ranks(self) -> int:
         """How many ranks take part."""
         return len(self.source) - 1
 
-    def source_size(self, rank: int) -> int:
-        """Elements that a rank holds before, for each row of x."""
-        return self.rows * (self.source[rank + 1] - self.source[rank])
-
-    def target_size(self, rank: int) -> int:
-        """Elements that a rank holds after, for each row of x."""
-        return self.target[rank + 1] - self.target[rank]
+    def elements(self, rank: int, after: bool) -> int:
+        """Elements that a rank holds before or after, for each row of x."""
+        return self.target[rank + 1] - self.target[rank] if after else self.rows * (self.source[rank + 1] - self.source[rank])
 
     def rectangles(self, sender: int, receiver: int) -> tuple[Rectangle, ...]:
         """The elements from a sender to a receiver: none to three rectangles, in row-major order."""
         low, high = self.source[sender], self.source[sender + 1]
-        found = []
-        for row, row_stop, column, column_stop in _row_ranges(self.target[receiver], self.target[receiver + 1], self.columns):
-            column, column_stop = max(column, low), min(column_stop, high)
-            if column < column_stop:
-                found.append(Rectangle(row, row_stop, column, column_stop))
-        return tuple(found)
+        ranges = _row_ranges(self.target[receiver], self.target[receiver + 1], self.columns)
+        cut = [r._replace(column=max(r.column, low), column_stop=min(r.column_stop, high)) for r in ranges]
+        return tuple([r for r in cut if min(r.shape) > 0])
 
     def size(self, sender: int, receiver: int) -> int:
         """Elements from a sender to a receiver, for each row of x."""
@@ -124,43 +109,29 @@ class Exchange:
 
     def sizes(self, rank: int, sends: bool) -> tuple[int, ...]:
         """Elements that a rank sends each rank, or gets from each, for each row of x."""
-        found = self._sizes.get((rank, sends))
-        if found is None:
-            peers = range(self.ranks)
-            found = tuple(self.size(rank, peer) if sends else self.size(peer, rank) for peer in peers)
-            self._sizes[rank, sends] = found
-        return found
+        if (rank, sends) not in self._sizes:
+            self._sizes[rank, sends] = tuple(self.size(rank, p) if sends else self.size(p, rank) for p in range(self.ranks))
+        return self._sizes[rank, sends]
 
     @cached_property
     def uniform(self) -> bool:
         """Whether every pair of ranks exchanges one rectangle of the same shape, made of whole rows of the target."""
-        step = self.columns // self.ranks
-        even = self.columns % self.ranks == 0 and self.source == tuple(step * i for i in range(self.ranks + 1))
-        block = self.rows // self.ranks * self.columns
-        return even and self.rows % self.ranks == 0 and self.target == tuple(block * i for i in range(self.ranks + 1))
+        even = self.columns % self.ranks == 0 and self.source == even_offsets(self.columns, self.ranks)
+        return even and self.rows % self.ranks == 0 and self.target == even_offsets(self.rows * self.columns, self.ranks)
 
     @cached_property
     def idle(self) -> bool:
         """Whether nothing has to move: every rank keeps all that it has."""
-        return all(self.size(r, r) == self.source_size(r) for r in range(self.ranks))
+        return all(self.size(r, r) == self.elements(r, False) for r in range(self.ranks))
 
 
-def _row_ranges(start: int, stop: int, columns: int) -> Iterator[Rectangle]:
-    """A range of a row-major matrix as a part of a row, whole rows, and a part of a row."""
-    if start >= stop:
-        return
-    row, column = divmod(start, columns)
-    last, last_column = divmod(stop, columns)
-    if row == last:
-        yield Rectangle(row, row + 1, column, last_column)
-        return
-    if column:
-        yield Rectangle(row, row + 1, column, columns)
-        row += 1
-    if row < last:
-        yield Rectangle(row, last, 0, columns)
-    if last_column:
-        yield Rectangle(last, last + 1, 0, last_column)
+def _row_ranges(start: int, stop: int, columns: int) -> list[Rectangle]:
+    """A range of a row-major matrix as a part of a row, whole rows, and a part of a row, of which some may be empty."""
+    first, last = -(-start // columns), stop // columns  # of whole rows
+    before, after = start - (first - 1) * columns, stop - last * columns
+    if first > last:
+        return [Rectangle(last, first, before, after)]
+    return [Rectangle(first - 1, first, before, columns), Rectangle(first, last, 0, columns), Rectangle(last, last + 1, 0, after)]
 
 
 class Leg(NamedTuple):
@@ -177,11 +148,11 @@ class Leg(NamedTuple):
 
     def held(self, rank: int) -> int:
         """Elements that a rank has before."""
-        return self.rows * (self.exchange.target_size(rank) if self.back else self.exchange.source_size(rank))
+        return self.rows * self.exchange.elements(rank, self.back)
 
     def gets(self, rank: int) -> int:
         """Elements that a rank has afterwards."""
-        return self.rows * (self.exchange.source_size(rank) if self.back else self.exchange.target_size(rank))
+        return self.rows * self.exchange.elements(rank, not self.back)
 
     def sizes(self, rank: int, outgoing: bool) -> list[int]:
         """Elements that a rank sends each rank, or gets from each."""
@@ -194,10 +165,6 @@ class Leg(NamedTuple):
     def sent(self, rank: int) -> int:
         """Elements that a rank sends to others."""
         return self.held(rank) - self.size(rank, rank)
-
-    def messages(self, rank: int) -> int:
-        """The number of other ranks that it sends something."""
-        return sum(peer != rank and self.size(rank, peer) > 0 for peer in range(self.exchange.ranks))
 
 
 def chunk_rows(m: int, chunks: int, unit: int) -> list[int]:
@@ -216,55 +183,33 @@ def chunk_rows(m: int, chunks: int, unit: int) -> list[int]:
 
 
 class Step(NamedTuple):
-    """A multiply on every rank, an exchange, or both.
+    """A multiply on every rank, an exchange, or both."""
 
-    Attributes:
-        name: in printed plans and in errors.
-        start: first factor that is multiplied.
-        stop: one past the last; start where blocks are only exchanged.
-        p: columns of a slice before the multiply.
-        q: and after it.
-        offsets: in columns of the operand.
-        leg: the exchange that follows; None where one rank holds whole rows, or whole slices beside an identity.
-    """
-
-    name: str
-    start: int
-    stop: int
-    p: int
-    q: int
-    offsets: Offsets
-    leg: Leg | None
+    name: str  # in printed plans and in errors
+    start: int  # first factor that is multiplied
+    stop: int  # one past the last; start where blocks are only exchanged
+    p: int  # columns of a slice before the multiply
+    q: int  # and after it
+    offsets: Offsets  # in columns of the operand
+    leg: Leg | None  # the exchange that follows; None where one rank holds whole rows, or whole slices beside an identity
 
     @property
     def multiplies(self) -> bool:
         """Whether there are factors to multiply by."""
         return self.start < self.stop
 
-    @property
-    def busiest(self) -> int:
-        """The position in a row group of the rank that sends most."""
-        return 0 if self.leg is None else max(range(self.leg.exchange.ranks), key=self.leg.sent)
-
 
 @lru_cache(maxsize=1024)
 def by_rows(m: int, inner: int, outer: int, parts: int, factors: int) -> list[Step]:
     """The steps of m rows that ranks hold in columns: each rank is given some whole rows, multiplies them, and the results go back.
 
-    Args:
-        m: rows, of all ranks together.
-        inner: columns of x.
-        outer: columns of the result.
-        parts: how many ranks.
-        factors: their number.
+    x has `inner` columns and the result `outer`; `parts` ranks multiply by this number of factors.
     """
-    rows, given = even_offsets(m, parts), chunk_offsets(inner, parts)
-    there = Exchange(m, inner, given, tuple(inner * r for r in rows), transposed=False)
-    back = Exchange(m, outer, chunk_offsets(outer, parts), tuple(outer * r for r in rows), transposed=False)
-    whole = (0,) * parts + (inner,)
+    rows = even_offsets(m, parts)
+    there, back = (Exchange(m, n, chunk_offsets(n, parts), tuple(n * r for r in rows), transposed=False) for n in (inner, outer))
     return [
-        Step(TO_ROWS, 0, 0, 1, 1, given, Leg(there, 1)),
-        Step(TO_COLUMNS, 0, factors, inner, outer, whole, Leg(back, 1, back=True)),
+        Step(TO_ROWS, 0, 0, 1, 1, there.source, Leg(there, 1)),
+        Step(TO_COLUMNS, 0, factors, inner, outer, (0,) * parts + (inner,), Leg(back, 1, back=True)),
     ]
 
 
@@ -272,12 +217,8 @@ def by_rows(m: int, inner: int, outer: int, parts: int, factors: int) -> list[St
 def by_stages(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int, identity_first: bool = False) -> list[Step]:
     """The steps of one row of x whose columns are spread over ranks: an exchange to whole slices where needed, then the stages.
 
-    Args:
-        ps: rows of the factors, all positive; a tuple.
-        qs: columns of the factors, all positive; a tuple.
-        cuts: how many factors each stage multiplies, the first stage the last ones; a tuple.
-        parts: ranks, GK; one alone has one stage, whatever cuts says. x and the result are in blocks of torch.chunk.
-        identity_first: the first factor is an identity. One stage of all factors leaves slices of the others in their order then.
+    Each stage multiplies a number of factors ``[p, q]`` of cuts, the first stage the last ones; one rank alone has one stage. x and the
+    result are in blocks of torch.chunk. If the first factor is an identity, one stage of all leaves slices of the others in their order.
     """
     if identity_first and len(cuts) == 1 and parts > 1:
         return _slice_by_slice(ps, qs, parts)
@@ -290,15 +231,12 @@ def by_stages(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: 
         p, q = math.prod(ps[start:stop]), math.prod(qs[start:stop])
         if i == 0 and not aligned(offsets, p):
             given, offsets = offsets, align_to(offsets, p)
-            found.append(Step(TO_SLICES, 0, 0, 1, 1, given, Leg(Exchange(1, left, given, offsets), 1)))
+            found.append(_to_slices(Exchange(1, left, given, offsets)))
         slices = done * left // p
         done, left = done * q, left // p
-        source = tuple(o // p for o in offsets)
-        if start > 0:
-            target = slice_offsets(q * slices, math.prod(ps[start - cuts[i + 1] : start]), parts)
-        else:
-            target = chunk_offsets(q * slices, parts)
-        leg = Leg(Exchange(q, slices, source, target), 1) if parts > 1 else None
+        size = q * slices
+        target = slice_offsets(size, math.prod(ps[start - cuts[i + 1] : start]), parts) if start else chunk_offsets(size, parts)
+        leg = Leg(Exchange(q, slices, tuple(o // p for o in offsets), target), 1) if parts > 1 else None
         found.append(Step(f"stage {i + 1} of {len(cuts)}", start, stop, p, q, offsets, leg))
         stop, offsets = start, target
     return found
@@ -312,7 +250,11 @@ def _slice_by_slice(ps: Sequence[int], qs: Sequence[int], parts: int) -> list[St
     slices, p, q = ps[0], math.prod(ps[1:]), math.prod(qs[1:])
     given = chunk_offsets(slices * p, parts)
     offsets = align_to(given, p)
-    first = [] if offsets == given else [Leg(Exchange(1, slices * p, given, offsets, transposed=False), 1)]
+    first = [] if offsets == given else [_to_slices(Exchange(1, slices * p, given, offsets, transposed=False))]
     back = Exchange(1, slices * q, tuple([o // p * q for o in offsets]), chunk_offsets(slices * q, parts), transposed=False)
     leg = Leg(back, 1) if first or not back.idle else None
-    return [*[Step(TO_SLICES, 0, 0, 1, 1, given, f) for f in first], Step("stage 1 of 1", 1, len(ps), p, q, offsets, leg)]
+    return [*first, Step("stage 1 of 1", 1, len(ps), p, q, offsets, leg)]
+
+
+def _to_slices(exchange: Exchange) -> Step:
+    return Step(TO_SLICES, 0, 0, 1, 1, exchange.source, Leg(exchange, 1))

@@ -12,15 +12,7 @@ from torch import Tensor
 from fastkron_py.distributed.agreement import agree, refuse, refused_by_all
 from fastkron_py.distributed.api import Call, kron_matmul_left, multiply
 from fastkron_py.distributed.grid import ProcessGrid, as_operand, grid_of_call
-from fastkron_py.distributed.grid_operator import (
-    GridInner,
-    GridOperator,
-    GridShare,
-    GridSystem,
-    checked_arrays,
-    on_one_rank,
-    right_hand_block,
-)
+from fastkron_py.distributed.grid_operator import GridInner, GridOperator, GridShare, GridSystem, checked_arrays, on_one_rank, right_hand
 from fastkron_py.distributed.replicated import Reduction, replicate
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
@@ -118,11 +110,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         return self._of_first("norm", lambda k, ord: [k.norm(ord)], ord)[0]
 
     def eigh(self) -> Eigh:
-        """Eigenvalues and eigenvectors of Hermitian factors: ``K = V @ diag(values) @ V.mH``, as `fastkron_py.KroneckerProduct.eigh`.
-
-        Returns:
-            The eigenvalues of this rank's rows ``[rows]``, as `ProcessGrid.block` has them; eigenvectors V, a unitary KroneckerProduct.
-        """
+        """Eigenvalues of this rank's rows ``[rows]``, and eigenvectors, a KroneckerProduct, as `fastkron_py.KroneckerProduct.eigh`."""
 
         def pairs(k: LocalKroneckerProduct) -> tuple[list[Any], list[Any]]:
             found = [(part, part) if is_identity(part) else part for part in per_factor(k.factors, "eigh", torch.linalg.eigh)]
@@ -134,19 +122,8 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
     def add_diagonal(self, s: Any) -> KroneckerPlusDiagonal:
         """``K + s * I``, with ``@``, `solve`, `logdet`, `slogdet` and `eigh`.
 
-        Args:
-            s: number or 0-dimensional tensor, the same on every rank. For other diagonals see `fastkron_py.KroneckerProduct.add_diagonal`.
-
-        Raises:
-            TypeError: s of another type or dtype, or complex where the factors are real.
-            ValueError: the product is not square, or s is not one number or not finite. Every rank raises each of these.
-
-        Example:
-            >>> grid = ProcessGrid()
-            >>> K = KroneckerProduct([torch.eye(8, device=grid.device)] * 2, grid=grid)
-            >>> A = K.add_diagonal(0.1)
-            >>> rows, columns = grid.block((64, 4))
-            >>> x = A.solve(torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device))
+        s is a number or a 0-dimensional tensor, the same on every rank. `fastkron_py.KroneckerProduct.add_diagonal` takes other diagonals;
+        its errors are raised by every rank.
         """
         with refused_by_all(self.grid):
             if (isinstance(s, Sequence) and not isinstance(s, str)) or getattr(s, "ndim", 0) != 0:
@@ -158,13 +135,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
     def solve(self, b: Any) -> Any:
         """The x of ``K @ x = b``, by the factors' inverses, as `fastkron_py.KroneckerProduct.solve`.
 
-        Args:
-            b: this rank's block of ``[n, M]``, or a DTensor, as the result is.
-
-        Raises:
-            TypeError: b of another array type or dtype, or half-precision factors.
-            ValueError: b does not fit, or a factor is not square.
-            torch.linalg.LinAlgError: a factor is singular. Every rank raises the error of one rank.
+        b is this rank's block of ``[n, M]``, or a DTensor, as the result is. Every rank raises the error of one rank.
         """
         with without_autocast(self.device):
             return self.inverse()._multiply(b, left=True)
@@ -237,11 +208,10 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
             b: this rank's block of ``[n, M]``, or a DTensor.
             mask: this rank's ``[rows]`` of a bool vector ``[n]``, the same for ranks of one row of the grid: solves with the rows and
                 columns of A where it is true. Elsewhere b is not read, and x is 0.
-            tolerance: of conjugate gradients, of the residual relative to b, for each column. None is 1e-4 in float32 and complex64
-                and 1e-10 in float64 and complex128.
+            tolerance: of conjugate gradients, as on one rank: of the residual relative to b, for each column.
             max_iterations: of conjugate gradients.
-            preconditioner: of conjugate gradients: True for the one above, False for none, or a function of a block ``[rows, columns]`` of
-                the residual, linear, Hermitian and positive definite as a whole.
+            preconditioner: True for the one above, False for none, or a function of a block ``[rows, columns]`` of the residual, linear,
+                Hermitian and positive definite as a whole.
             progress: called as ``progress(iteration, residual)`` after every iteration, in backward passes too.
 
         Returns:
@@ -249,16 +219,12 @@ class KroneckerPlusDiagonal(GridOperator[LocalKroneckerPlusDiagonal]):
 
         Raises:
             TypeError: b of another array type or dtype, an option of another type, or float16 or bfloat16 factors.
-            ValueError: b or mask do not fit, or conjugate gradients meet factors that are not Hermitian or a matrix that is not positive
-                definite.
+            ValueError: b or mask do not fit, or conjugate gradients meet a matrix that is not Hermitian and positive definite.
             torch.linalg.LinAlgError: A is singular but for rounding. Every rank raises each of these.
-
-        Warns:
-            RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual.
         """
         grid = grid_of_call(b, self.grid)
         with refused_by_all(grid):
-            block = right_hand_block(b, grid, self.shape[0], self.dtype)
+            block = right_hand(b, grid, self.shape[0], self.dtype)
             check_linalg_dtype(self.factors, "solve")
             how = self.local._iterations(tolerance, max_iterations, preconditioner, progress)
             if mask is not None:
@@ -376,19 +342,8 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         factors: sequence of square torch tensors ``[P_i, P_i]``, the same on every rank, on the grid's device. A positive integer n is the
             identity I_n.
         masses: a mass matrix ``[P_i, P_i]``, or an integer, for each factor; None for identities.
-        grid: the ranks; None makes a grid of all of them, one row each.
+        grid: as in `KroneckerProduct`, as attributes and errors are.
         reduction: over the grid's ranks, of gradients that factors and masses have from blocks, as in `kron_matmul`: "sum", or "mean".
-
-    Attributes:
-        local: the same operator on whole matrices of this rank alone; it has every method of `fastkron_py.KroneckerSum`.
-        grid: the ranks.
-        reduction: as given.
-
-    Raises:
-        TypeError: not a sequence, or factors and masses that are not torch tensors or have different dtypes.
-        ValueError: no factors, identities only, an integer that is not positive, a factor that is not square, masses of another number or
-            other sizes, batch dimensions, another device than the grid's, another reduction, or shapes or dtypes that differ from rank
-            to rank. Every rank raises them.
 
     Example:
         >>> grid = ProcessGrid()
@@ -420,7 +375,6 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         return self.local.masses
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Factors and masses, identities among them as matrices."""
         return _matrices_of(self)
 
     def _multiply(self, x: Any, left: bool) -> Any:
@@ -434,11 +388,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         return self._like(self.local.add_diagonal(s))
 
     def expm(self, t: Any = 1.0) -> KroneckerProduct:
-        """``exp(t * S)``, a distributed KroneckerProduct of the factors' exponentials, as `fastkron_py.KroneckerSum.expm`.
-
-        Args:
-            t: number or 0-dimensional tensor, the same on every rank.
-        """
+        """``exp(t * S)``, a distributed KroneckerProduct of the factors' exponentials, as `fastkron_py.KroneckerSum.expm`."""
         made = LocalKroneckerProduct(self._of_first("expm", lambda s, t: s.expm(t).factors, t))
         return KroneckerProduct._of(made, self.grid, self.reduction)
 
@@ -447,11 +397,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         return self.expm(t) @ x
 
     def eigh(self) -> Eigh:
-        """Eigenvalues and eigenvectors of symmetric (Hermitian) factors, as `fastkron_py.KroneckerSum.eigh`.
-
-        Returns:
-            The eigenvalues of this rank's rows ``[rows]``, as `ProcessGrid.block` has them; eigenvectors V, a KroneckerProduct.
-        """
+        """Eigenvalues of this rank's rows ``[rows]``, and eigenvectors, a KroneckerProduct, as `fastkron_py.KroneckerSum.eigh`."""
         rows, vectors = self._rows_and_vectors(lambda s: s._eigenpairs(*_matrices_of(s)), torch.add)
         return Eigh(rows, KroneckerProduct._of(LocalKroneckerProduct(vectors), self.grid, self.reduction))
 
@@ -466,13 +412,11 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             b: this rank's block of ``[n, M]``, or a DTensor, as the result is.
 
         Raises:
-            TypeError: b of another array type or dtype, or float16 or bfloat16 factors.
-            ValueError: b does not fit, or a symmetric mass is not positive definite.
-            torch.linalg.LinAlgError: S is singular but for rounding. Every rank raises each of these.
+            Exception: as `fastkron_py.KroneckerSum.solve`, on every rank.
         """
         grid = grid_of_call(b, self.grid)
         with refused_by_all(grid):
-            block = right_hand_block(b, grid, self.shape[0], self.dtype)
+            block = right_hand(b, grid, self.shape[0], self.dtype)
         factors, masses = self._pairs()
         basis, share = self._basis("solve", block), GridShare(grid, of_rows=True)
         system = _SumSystem(len(factors), grid, self.reduction)
@@ -480,13 +424,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         return as_operand(spectral.solve(system, block, [*factors, *masses], basis, values, "factors", share), b, b.shape)
 
     def slogdet(self) -> SlogDet:
-        """Sign of the determinant and log of its absolute value, from a part of the eigenvalues on each rank.
-
-        Raises:
-            TypeError: float16 or bfloat16 factors.
-            ValueError: a symmetric mass is not positive definite.
-            torch.linalg.LinAlgError: a mass is singular. Every rank raises each of these.
-        """
+        """Sign of the determinant and log of its absolute value, from a part of the eigenvalues on each rank."""
         factors, masses = self._pairs()
         basis = self._basis("slogdet")
         with without_autocast(self.grid.device):

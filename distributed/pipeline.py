@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -40,32 +40,18 @@ _SMALL: Final = 64
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A product, ready to run on this rank's rows.
+    """A product, ready to run on this rank's rows."""
 
-    Attributes:
-        plan: stages or rows, and chunks.
-        row_group: with whom.
-        factors: all of them, identities as integers.
-        alpha: scales the product.
-        precision: of local multiplies.
-        name: how errors call it.
-        slots: for products by whole rows; None where all exchanges go by transfers.
-    """
-
-    plan: Plan
-    row_group: RowGroup
-    factors: Sequence[Tensor | int]
-    alpha: Any
-    precision: str | None
-    name: str
-    slots: Slots | None = None
+    plan: Plan  # stages or rows, and chunks
+    row_group: RowGroup  # with whom
+    factors: Sequence[Tensor | int]  # all of them, identities as integers
+    alpha: Any  # scales the product
+    precision: str | None  # of local multiplies
+    name: str  # how errors call it
+    slots: Slots | None = None  # for products by whole rows; None where all exchanges go by transfers
 
     def run(self, x: Tensor) -> Tensor:
-        """Multiply this rank's block ``x [m, columns]``; the result is its block ``[m, columns of the result]``.
-
-        Raises:
-            CollectiveError: an exchange failed; names the stage.
-        """
+        """Multiply this rank's block ``x [m, columns]``; the result is its block ``[m, columns of the result]``."""
         check_plain(self.name, [t for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
         slots, size = self.slots, self._most_elements(len(x)) * x.element_size()
         if slots is None or len(x) == 0 or not slots.holds(size):
@@ -112,15 +98,9 @@ class Pipeline:
         return widths(chunk_offsets(self.plan.problem.columns[1], self.row_group.size))[self.row_group.position]
 
     def _steps(self, x: Tensor, chunk: str, out: Tensor | None) -> Steps:
-        """All that happens to some rows; pauses while an exchange is under way.
+        """All that happens to some rows, whose result shall be in out; pauses while an exchange is under way.
 
-        Args:
-            x: the rows.
-            chunk: how errors call them.
-            out: where their result shall be, flat.
-
-        Returns:
-            The last exchange, which has begun, and its token.
+        Returns the last exchange, which has begun, and its token.
         """
         steps, block = self.plan.steps_of(len(x)), x.reshape(-1)
         products = [self.factors[step.start : step.stop] for step in steps]
@@ -130,9 +110,10 @@ class Pipeline:
             transfer = Transfer(cast(Leg, step.leg), self.row_group, f"{self.name}: {step.name}{chunk}")
             # No name holds an operand or a product while it is exchanged: memory is for the next chunk.
             if has_matrices[i] or i == scaled:  # slices are rows of a product that needs no other rank
-                rows, alpha = block.view(block.numel() // step.p, step.p), self.alpha if i == scaled else 1.0
-                block = self._multiply(rows, products[i], alpha).view(-1)
-                del rows
+                given = block.view(block.numel() // step.p, step.p), self.alpha if i == scaled else 1.0, *products[i]
+                rows, alpha, *factors = tied(given)
+                block = tied([local_kron_matmul(rows, factors, alpha=alpha, precision=self.precision)])[0].view(-1)
+                del given, rows, factors
             if i + 1 == len(steps):
                 transfer.into = out
                 return transfer, start(block, transfer)
@@ -140,10 +121,6 @@ class Pipeline:
             yield
             block = finish([transfer], [block])
         raise ValueError("a pipeline is for two ranks or more")
-
-    def _multiply(self, x: Tensor, factors: Sequence[Tensor | int], alpha: Any) -> Tensor:
-        x, alpha, *factors = tied((x, alpha, *factors))
-        return tied([local_kron_matmul(x, factors, alpha=alpha, precision=self.precision)])[0]  # type: ignore[no-any-return]
 
     # ---- by whole rows through peer memory ----------------------------------------------------
 
@@ -162,14 +139,9 @@ class Pipeline:
     def backward(
         self, dy: Tensor, factors: Sequence[Tensor], dx: Tensor | None, needs: Sequence[bool], saved: dict[int, Tensor]
     ) -> list[Tensor]:
-        """Write dx, and return this rank's part of the gradients of the factors that need one; of half types in float32.
+        """Write this rank's columns of dx, if any, and return its part of the factors' gradients that are needed, of half types in float32.
 
-        Args:
-            dy: this rank's columns of the result's gradient.
-            factors: all of them.
-            dx: this rank's columns of x's gradient; None where it is not needed.
-            needs: which factors' gradients are needed.
-            saved: whole rows of each chunk; none where no factor's gradient is needed.
+        Saved are whole rows of each chunk, if any factor's gradient is needed.
         """
         check_plain(f"{self.name}, backward pass", [dy])
         found: list[Tensor] = []
@@ -189,14 +161,10 @@ class Pipeline:
         return found
 
     def _through_slots(self, x: Tensor, out: Tensor | None, blocks: InBlocks, back: bool, multiply: Callable[..., None]) -> None:
-        """Send x in chunks, have each multiplied by a function of its number, and have the products returned to out.
+        """Send this rank's columns x in chunks, have each multiplied, and have the products returned to out, if there is one.
 
-        Args:
-            x: this rank's columns, of the result's gradient if back.
-            out: this rank's columns of the product, or of dx; None where none returns.
-            blocks: which sides of the multiply are in blocks.
-            back: it is the backward pass.
-            multiply: of a chunk's number, its blocks and those of its product.
+        Blocks says which sides of the multiply are in blocks. Back is the backward pass, of dy and dx. The function to multiply is called
+        with a chunk's number, its blocks and those of its product.
         """
         ready, sizes, slots = ready_now(x), self.plan.chunk_rows(len(x)), cast(Slots, self.slots)
         inner, outer = self.plan.problem.columns[:: -1 if back else 1]
@@ -267,30 +235,18 @@ def _joined(blocks: Sequence[Tensor]) -> Tensor:
 
 def free_memory(x: Tensor) -> int:
     """Bytes that can be allocated on x's device: `PLENTY` without asking, where x is less than a 64th of all of it."""
-    total = total_memory(x.device)
-    if total is None or x.numel() * x.element_size() * _SMALL < total:
+    if not x.is_cuda:  # ranks share the host's memory with each other and with the file cache
         return PLENTY
-    if x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        free, _ = torch.cuda.mem_get_info(x.device)
-        return free + torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
-    return PLENTY
-
-
-@lru_cache(maxsize=64)
-def total_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU; None for the host's memory, which ranks share with each other and with the file cache."""
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+    if x.nbytes * _SMALL < torch.cuda.get_device_properties(x.device).total_memory or torch.cuda.is_current_stream_capturing():
+        return PLENTY
+    free, _ = torch.cuda.mem_get_info(x.device)
+    return free + torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
 
 
 def fitting(chosen: Plan, free: Sequence[int]) -> Plan:
-    """The plan, or one that needs less memory if it is short. Plain Python, the same on every rank.
+    """The plan, for an x that is allocated already, or one that needs less memory if it is short. The same on every rank.
 
-    Args:
-        chosen: for a problem whose x is allocated already.
-        free: bytes that each rank can allocate, `PLENTY` for enough.
-
-    Raises:
-        torch.OutOfMemoryError: no plan for the grid needs as little as there is.
+    Free are the bytes that each rank can allocate, or `PLENTY`. If no plan for the grid needs as little, it is a torch.OutOfMemoryError.
     """
     width = -(-chosen.problem.columns[0] // chosen.parts)
     memory = min([f for f in free if f != PLENTY], default=chosen.peak_memory) + chosen.rows(0) * width * chosen.problem.dtype.itemsize

@@ -1,9 +1,7 @@
 """`plan`: how a grid of ranks multiplies a `Problem`, by a few rules. Plain Python: no tensors, no ranks.
 
-Ranks that hold whole rows exchange nothing, so columns are spread as little as rows and memory allow. Ranks that hold columns exchange
-them for whole rows where each has one: the local product is an ordinary one, and nothing is reordered around it. With fewer rows than
-ranks there are two stages, with the fewest exchanges that there can be. Chunks hide exchanges behind multiplies: 8, unless they would be
-too small for the processor to keep up with. docs/how_it_works/distributed.md has measured times.
+Ranks that hold whole rows exchange nothing, so columns are spread as little as rows and memory allow. Chunks hide exchanges behind
+multiplies. docs/how_it_works/distributed.md has the rules, and measured times.
 """
 
 from __future__ import annotations
@@ -57,8 +55,6 @@ class Problem:
         ValueError: sizes that are not positive or not as many as each other, or an identity that is not square.
 
     Example:
-        >>> Problem(128, (64,) * 4, (64,) * 4).left
-        False
         >>> Problem(128, (4, 16, 8), (4, 16, 8), identities=(0, 1)).ps  # I_64 (x) F
         (64, 8)
     """
@@ -80,8 +76,8 @@ class Problem:
             raise value_error("m", "a number of rows", self.m)
         dtype: Any = self.dtype
         if dtype not in DTYPES:
-            expected = "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise type_error("dtype", expected, dtype if isinstance(dtype, torch.dtype) else type_name(dtype))
+            listed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            raise type_error("dtype", f"a dtype among {listed}", dtype if isinstance(dtype, torch.dtype) else type_name(dtype))
         for name in ("left", "gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise type_error(name, "True or False", type_name(getattr(self, name)))
@@ -93,14 +89,15 @@ class Problem:
         given: Any = self.identities
         if not isinstance(given, Sequence) or not all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in given):
             raise type_error("identities", "a sequence of integers", given if isinstance(given, Sequence) else type_name(given))
-        square = [i for i, (p, q) in enumerate(zip(self.ps, self.qs, strict=True)) if p == q]
+        shapes = list(enumerate(zip(self.ps, self.qs, strict=True)))
+        square = [i for i, (p, q) in shapes if p == q]
         if not set(given) <= set(square):
             raise value_error("identities", f"indices of square factors, among {square}", tuple(given))
-        factors = merged([p if i in given else (p, q) for i, (p, q) in enumerate(zip(self.ps, self.qs, strict=True))])
-        pairs = [f if isinstance(f, tuple) else (f, f) for f in factors]
-        object.__setattr__(self, "ps", tuple([p for p, _ in pairs]))
-        object.__setattr__(self, "qs", tuple([q for _, q in pairs]))
-        object.__setattr__(self, "identities", tuple([i for i, f in enumerate(factors) if not isinstance(f, tuple)]))
+        factors = merged([p if i in given else (p, q) for i, (p, q) in shapes])
+        ps, qs = zip(*[f if isinstance(f, tuple) else (f, f) for f in factors], strict=True)
+        identities = tuple([i for i, f in enumerate(factors) if not isinstance(f, tuple)])
+        for name, value in (("ps", ps), ("qs", qs), ("identities", identities)):
+            object.__setattr__(self, name, value)
 
     @property
     def identity_first(self) -> bool:
@@ -108,26 +105,21 @@ class Problem:
         return 0 in self.identities
 
     @property
-    def inner(self) -> tuple[int, ...]:
-        """Sizes that x brings, and the sum runs over."""
-        return self.qs if self.left else self.ps
-
-    @property
-    def outer(self) -> tuple[int, ...]:
-        """Sizes of the result."""
-        return self.ps if self.left else self.qs
+    def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes that x brings, which the sum runs over, and sizes of the result."""
+        return (self.qs, self.ps) if self.left else (self.ps, self.qs)
 
     @property
     def columns(self) -> tuple[int, int]:
         """Of x, and of the result; with left rows."""
-        return math.prod(self.inner), math.prod(self.outer)
+        inner, outer = self.sizes
+        return math.prod(inner), math.prod(outer)
 
     @property
     def flops(self) -> int:
         """Multiplications and additions of the forward product, factor by factor from the last."""
         width, total = self.columns[0], 0
-        for i in reversed(range(len(self.ps))):
-            p, q = self.inner[i], self.outer[i]
+        for i, (p, q) in reversed(list(enumerate(zip(*self.sizes, strict=True)))):
             total += 0 if i in self.identities else 2 * self.m * width * q
             width = width // p * q
         return total
@@ -135,11 +127,17 @@ class Problem:
 
 def positive_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     """Accept a sequence of one positive integer or more."""
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not all(isinstance(s, numbers.Integral) for s in sizes):
-        raise type_error(name, "a sequence of integers", sizes if isinstance(sizes, Sequence) else type_name(sizes))
-    if not sizes or min(sizes) < 1:
-        raise value_error(name, "one positive size for each factor", tuple(sizes))
-    return tuple(int(s) for s in sizes)
+    listed = integers(name, sizes)
+    if not listed or min(listed) < 1:
+        raise value_error(name, "one positive size for each factor", listed)
+    return listed
+
+
+def integers(name: str, given: Any, expected: str = "a sequence of integers") -> tuple[int, ...]:
+    """Accept a sequence of integers."""
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(i, numbers.Integral) for i in given):
+        raise type_error(name, expected, given if isinstance(given, Sequence) else type_name(given))
+    return tuple([int(i) for i in given])
 
 
 FALLBACK: Final = "packed"
@@ -183,17 +181,12 @@ class Plan:
     @property
     def parts(self) -> int:
         """Over how many ranks the product's own dimension is spread: GK, or GM where the product stands left of x."""
-        return self.grid[0] if self.problem.left else self.grid[1]
+        return _sides(self.problem, self.grid)[1]
 
     @property
     def row_groups(self) -> int:
         """Over how many ranks the other dimension of x is spread: groups of `parts` ranks that exchange with each other."""
-        return self.grid[1] if self.problem.left else self.grid[0]
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.grid[0] * self.grid[1]
+        return _sides(self.problem, self.grid)[0]
 
     @property
     def by_rows(self) -> bool:
@@ -203,7 +196,7 @@ class Plan:
     @property
     def is_local(self) -> bool:
         """Whether no rank needs another's part of x: rows are whole, or blocks are whole slices beside an identity that comes first."""
-        return not self.by_rows and all(step.leg is None for step in self._stages)
+        return not self.by_rows and not self._legs(1)
 
     def chunk_rows(self, rows: int) -> list[int]:
         """How a row group's rows are cut into chunks."""
@@ -226,17 +219,8 @@ class Plan:
         """The same of some rows."""
         if self.by_rows:
             return by_rows(rows, *self.problem.columns, self.parts, len(self.problem.ps))
-        return [step._replace(leg=step.leg and step.leg._replace(rows=rows)) for step in self._stages]
-
-    @property
-    def _stages(self) -> list[Step]:
-        """The steps of one row by stages."""
-        return by_stages(self.problem.inner, self.problem.outer, self.cuts, self.parts, self.problem.identity_first)
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """A rank's (row group, position in it): the ranks of a row group exchange with each other."""
-        row, col = divmod(rank, self.grid[1])
-        return (col, row) if self.problem.left else (row, col)
+        steps = by_stages(*self.problem.sizes, self.cuts, self.parts, self.problem.identity_first)
+        return [step._replace(leg=step.leg and step.leg._replace(rows=rows)) for step in steps]
 
     def rows(self, group: int) -> int:
         """Rows of x (with left: columns) that the ranks of a row group hold."""
@@ -256,11 +240,10 @@ class Plan:
     @property
     def bytes_total(self) -> int:
         """Bytes that all ranks together send in a forward product."""
-        total = 0
-        rows = widths(chunk_offsets(self.problem.m, self.row_groups))
+        total, rows = 0, widths(chunk_offsets(self.problem.m, self.row_groups))
         for group in {r: g for g, r in enumerate(rows)}.values():  # one of each size
-            legs = [leg for chunks in self.legs(group) for leg in chunks]
-            total += rows.count(rows[group]) * sum(leg.sent(r) for leg in legs for r in range(self.parts))
+            sent = sum(leg.sent(r) for chunks in self.legs(group) for leg in chunks for r in range(self.parts))
+            total += rows.count(rows[group]) * sent
         return total * self.problem.dtype.itemsize
 
     @cached_property
@@ -379,18 +362,16 @@ def _sides(problem: Problem, grid: tuple[int, int]) -> tuple[int, int]:
 
 def _stages(problem: Problem, grid: tuple[int, int]) -> list[tuple[int, ...]]:
     """The stages of a product on a grid, empty ones for whole rows; then those that can be cut into more chunks, and need less memory."""
-    groups, parts = _sides(problem, grid)
-    count, rows = len(problem.ps), -(-problem.m // groups)
+    (groups, parts), count = _sides(problem, grid), len(problem.ps)
     if parts == 1 or (problem.identity_first and problem.ps[0] >= parts):  # the second: slices stay where they are
         return [(count,)]
-    if count == 1:
-        return [()]
-    return [*[()] * (rows >= parts), _two_stages(problem, parts)]
+    by_rows: list[tuple[int, ...]] = [()] if count == 1 or -(-problem.m // groups) >= parts else []
+    return by_rows if count == 1 else [*by_rows, _two_stages(problem, parts)]
 
 
 def _two_stages(problem: Problem, parts: int) -> tuple[int, int]:
     """The two stages in which the busiest rank has least to do."""
-    ps, qs, count = problem.inner, problem.outer, len(problem.ps)
+    (ps, qs), count = problem.sizes, len(problem.ps)
 
     def most(first: int) -> tuple[int, int]:
         """Columns of the busiest rank in both stages, if the second one multiplies this number of factors; then how uneven they are."""
@@ -461,6 +442,7 @@ def _row(plan: Plan, step: Step) -> tuple[str, str, str, str]:
     factors = factors_text(plan.problem, step.start, step.stop) if step.multiplies else "-"
     if step.leg is None:
         return step.name, factors, "-", "-"
-    rank = step.busiest
+    busiest = max(range(plan.parts), key=step.leg.sent)
+    messages = sum(peer != busiest and size > 0 for peer, size in enumerate(step.leg.sizes(busiest, True)))
     times = f" x {plan.chunks}" if plan.chunks > 1 else ""
-    return step.name, factors, amount(step.leg.sent(rank) * plan.problem.dtype.itemsize, "B"), f"{step.leg.messages(rank)}{times}"
+    return step.name, factors, amount(step.leg.sent(busiest) * plan.problem.dtype.itemsize, "B"), f"{messages}{times}"

@@ -1,11 +1,8 @@
 """Tensors that are equal on every rank, such as factors: their gradients are sums over ranks, taken in one all-reduce.
 
-`replicate` hands them on, and its derivative sums the ranks' gradients; `total` is that sum, and its derivative hands on again.
-So where a loss is the sum of the ranks' parts, each of its block, gradients of replicated tensors come out whole and equal
-on every rank, and functions of these gradients (equal on every rank too) count once in second derivatives.
-
-Where the loss is the mean of the ranks' losses, as wrappers for data parallelism take it, both are means over the ranks. They are
-each other's derivative all the same: tensors that ranks hold in parts count by their mean then, and replicated ones count once.
+`replicate` hands them on, and its derivative sums the ranks' gradients; `total` is that sum, and its derivative hands on again. So where
+a loss is the sum of the ranks' parts, gradients of replicated tensors come out whole and equal on every rank, and functions of these count
+once in second derivatives. Where the loss is the mean of the ranks' losses, as wrappers for data parallelism take it, both are means.
 
 LAPACK's results depend on its build and on its number of threads: by rounding, and where they are not unique, by anything (eigenvectors
 of equal eigenvalues). What ranks compute for themselves and mix is therefore the first rank's: `from_first` and `as_first`.
@@ -26,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -37,53 +35,43 @@ Common = Literal["sum", "mean", "first"]
 
 
 def check_reduction(reduction: Any) -> None:
-    """Refuse anything but a reduction.
-
-    Raises:
-        TypeError: no string.
-        ValueError: another one.
-    """
+    """Raise a TypeError or a ValueError for anything but a reduction."""
     if not isinstance(reduction, str):
         raise type_error("reduction", '"sum" or "mean"', type_name(reduction))
     if reduction not in ("sum", "mean"):
         raise value_error("reduction", '"sum" or "mean"', repr(reduction))
 
 
-class _Replicate(torch.autograd.Function):
+class _Shared(torch.autograd.Function):
+    """Hands tensors on, or sums them over the ranks: each is the other's derivative."""
+
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, reduction: Common, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.where = group, device, reduction
-        return tuple(t.view_as(t) for t in tensors)
+    def forward(ctx: Any, where: tuple[dist.ProcessGroup, torch.device, Common], sums: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.where, ctx.sums = where, sums
+        return _summed(tensors, *where) if sums else tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        wanted = ctx.needs_input_grad[3:]
-        sums = iter(total([g for g, need in zip(gradients, wanted, strict=True) if need], *ctx.where))
-        return None, None, None, *[next(sums) if need else None for need in wanted]
+        needs = ctx.needs_input_grad[2:]
+        wanted = [g for g, need in zip(gradients, needs, strict=True) if need]
+        return None, None, *take(_Shared.apply(ctx.where, not ctx.sums, *wanted), needs)  # type: ignore[no-untyped-call]
 
 
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, reduction: Common, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.where = group, device, reduction
-        dtype = reduce(torch.promote_types, [torch.float32 if p.dtype in HALF_DTYPES else p.dtype for p in parts])
-        flat = torch.cat([p.to(device, dtype).reshape(-1) for p in parts])
-        plain = torch.view_as_real(flat) if flat.is_complex() else flat
-        if reduction == "first":
-            check_plain("values of the first rank", [plain])
-            with stage("values of the first rank", group, device):
-                dist.broadcast(plain, _ranks(group)[0], group)
-        else:
-            all_reduce(f"sum of the factors' gradients, {flat.nbytes / 1e6:.3g} MB with {rank_text(_ranks(group))}", plain, group)
-        if reduction == "mean":
-            flat /= dist.get_world_size(group)
-        pieces = flat.split([math.prod(p.shape) for p in parts])
-        # Copies: a gradient that is part of one large buffer would keep all of it.
-        return tuple(_like(piece.view(p.shape), p) for piece, p in zip(pieces, parts, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *replicate(gradients, *ctx.where)
+def _summed(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, reduction: Common) -> tuple[Tensor, ...]:
+    dtype = reduce(torch.promote_types, [torch.float32 if p.dtype in HALF_DTYPES else p.dtype for p in parts])
+    flat = torch.cat([p.to(device, dtype).reshape(-1) for p in parts])
+    plain = torch.view_as_real(flat) if flat.is_complex() else flat
+    if reduction == "first":
+        check_plain("values of the first rank", [plain])
+        with stage("values of the first rank", group, device):
+            dist.broadcast(plain, _ranks(group)[0], group)
+    else:
+        all_reduce(f"sum of the factors' gradients, {flat.nbytes / 1e6:.3g} MB with {rank_text(_ranks(group))}", plain, group)
+    if reduction == "mean":
+        flat /= dist.get_world_size(group)
+    pieces = flat.split([math.prod(p.shape) for p in parts])
+    # Copies: a gradient that is part of one large buffer would keep all of it.
+    return tuple(_like(piece.view(p.shape), p) for piece, p in zip(pieces, parts, strict=True))
 
 
 def _like(value: Tensor, part: Tensor) -> Tensor:
@@ -96,17 +84,7 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Reduce a tensor over a group, in place.
-
-    Args:
-        name: the operation, for errors.
-        tensor: of the same shape on every rank.
-        group: the ranks.
-        op: how.
-
-    Raises:
-        CollectiveError: it failed; names the stage.
-    """
+    """Reduce a tensor over a group, in place; a CollectiveError has the name."""
     check_plain(name, [tensor])
     with stage(name, group, tensor.device):
         dist.all_reduce(tensor, op, group)
@@ -115,9 +93,7 @@ def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.Red
 def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Callable[[], T]) -> T:
     """Tensors in plain lists and tuples, of the grid's first rank, on every rank; without derivatives. Collective, and an agreement.
 
-    Raises:
-        Exception: an error of the computation, on every rank; or of the agreement on the description (`agree`).
-        CollectiveError: a rank did not join in time.
+    Every rank raises an error of the computation, or of the agreement on the description.
     """
     found: list[Any] = [None]
     if grid.rank == 0:
@@ -134,9 +110,7 @@ def as_first(
 ) -> list[Any]:
     """Smooth functions of equal tensors, and integers: values and gradients are the first rank's. Collective, and an agreement.
 
-    Raises:
-        Exception: an error of the computation on any rank, on every rank; or of the agreement.
-        CollectiveError: a rank did not join in time; in the backward pass, too.
+    Every rank raises an error of the computation on any rank, or of the agreement on the description.
     """
     with refused_by_all(grid, (Exception,)), without_autocast(grid.device):
         found = list(compute(replicate(tensors, grid.group, grid.device, "first")))
@@ -147,33 +121,13 @@ def as_first(
 
 
 def replicate(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, reduction: Common = "sum") -> list[Tensor]:
-    """The same tensors; their gradients will be summed or averaged over the group, all in one all-reduce.
-
-    Args:
-        tensors: equal on every rank, of any shapes.
-        group: the ranks.
-        device: where the all-reduce takes place.
-        reduction: "sum", "mean", or "first" for the first rank's.
-
-    Raises:
-        CollectiveError: in the backward pass, where the sum fails.
-    """
-    return list(_Replicate.apply(group, device, reduction, *tensors))  # type: ignore[no-untyped-call]
+    """The same tensors, equal on every rank; one all-reduce over the group will sum their gradients, or as the reduction says."""
+    return list(_Shared.apply((group, device, reduction), False, *tensors))  # type: ignore[no-untyped-call]
 
 
 def total(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, reduction: Common = "sum") -> list[Tensor]:
-    """Sums or means over the group of each rank's parts, half types in float32; the inverse of `replicate` in derivatives.
-
-    Args:
-        parts: of the same shapes on every rank.
-        group: the ranks.
-        device: where the all-reduce takes place.
-        reduction: "sum", "mean", or "first" for the first rank's.
-
-    Raises:
-        CollectiveError: the sum failed.
-    """
-    return list(_Total.apply(group, device, reduction, *parts))  # type: ignore[no-untyped-call]
+    """Sums or means over the group of each rank's parts, half types in float32; the inverse of `replicate` in derivatives."""
+    return list(_Shared.apply((group, device, reduction), True, *parts))  # type: ignore[no-untyped-call]
 
 
 class _Tied(torch.autograd.Function):
@@ -204,7 +158,5 @@ def tied(tensors: Sequence[Any]) -> list[Any]:
     if not torch.is_grad_enabled():
         return list(tensors)
     own = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
-    if not own:
-        return list(tensors)
-    views = iter(_Tied.apply(*own)[1:])  # type: ignore[no-untyped-call]
+    views = iter(_Tied.apply(*own)[1:] if own else ())  # type: ignore[no-untyped-call]
     return [next(views) if isinstance(t, Tensor) and t.requires_grad else t for t in tensors]

@@ -188,9 +188,9 @@ def work_of(made: Made, backward: bool, call: Callable[..., Tensor], **options: 
 
 def multiply_only(chosen: Plan, grid: ProcessGrid, made: Made) -> Callable[[], Any]:
     """A rank's multiplies without exchanges, chunk by chunk, on operands of their shapes."""
-    line, position = chosen.place(grid.rank)
+    line, position = grid.row, grid.col
     chunks = chosen.chunk_rows(chosen.rows(line))
-    width = math.prod(chosen.problem.inner)
+    width = chosen.problem.columns[0]
     if chosen.by_rows:
         shapes = [(c * (position + 1) // chosen.parts - c * position // chosen.parts, width, made.factors) for c in chunks]
     else:
@@ -203,7 +203,7 @@ def multiply_only(chosen: Plan, grid: ProcessGrid, made: Made) -> Callable[[], A
 
 def exchange_only(chosen: Plan, grid: ProcessGrid, made: Made) -> Callable[[], Any]:
     """A rank's exchanges by all-to-all, chunk by chunk, of buffers that are packed already."""
-    line, me = chosen.place(grid.rank)
+    line, me = grid.row, grid.col
     peers = range(chosen.parts)
     splits = [
         ([leg.size(peer, me) for peer in peers], [leg.size(me, peer) for peer in peers]) for legs in chosen.legs(line) for leg in legs

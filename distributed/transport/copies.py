@@ -49,44 +49,26 @@ def _in_words(t: Tensor) -> bool:
     return not any([n % many for n in (t.shape[-1], t.storage_offset(), *t.stride()[:-1])])
 
 
+_SIDE: Final = (
+    *(("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint), ("host", ctypes.c_void_p)),
+    *(("", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t)),
+)
+
+
 class _Parameters(ctypes.Structure):
     """CUDA_MEMCPY2D, as of cuMemcpy2DAsync_v2."""
 
     _fields_ = (
-        ("source_x", ctypes.c_size_t),
-        ("source_y", ctypes.c_size_t),
-        ("source_type", ctypes.c_uint),
-        ("source_host", ctypes.c_void_p),
-        ("source", ctypes.c_uint64),
-        ("source_array", ctypes.c_void_p),
-        ("source_pitch", ctypes.c_size_t),
-        ("target_x", ctypes.c_size_t),
-        ("target_y", ctypes.c_size_t),
-        ("target_type", ctypes.c_uint),
-        ("target_host", ctypes.c_void_p),
-        ("target", ctypes.c_uint64),
-        ("target_array", ctypes.c_void_p),
-        ("target_pitch", ctypes.c_size_t),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
+        *((f"{side}_{name}".rstrip("_"), kind) for side in ("source", "target") for name, kind in _SIDE),
+        *(("width", ctypes.c_size_t), ("height", ctypes.c_size_t)),
     )
 
 
 class Copy:
     """A copy of a matrix in one block to another block, worked out once for blocks of these layouts, wherever they lie.
 
-    The driver copies long runs, all of them in one call: between GPUs by copy engines. Kernels copy short ones.
-
-    Args:
-        to: view ``[rows, columns]`` of a flat block that begins its memory; a meta tensor does.
-        of: the same of another block, of the same shape and dtype.
-
-    Example:
-        >>> half = Copy(torch.empty(2, 3, device="meta"), torch.empty(2, 6, device="meta")[:, :3])
-        >>> y = torch.empty(6)
-        >>> half.run(y, torch.arange(12.0))
-        >>> y
-        tensor([0., 1., 2., 6., 7., 8.])
+    The driver copies long runs, all of them in one call: between GPUs by copy engines. Kernels copy short ones. Given are views
+    ``[rows, columns]``, of one shape and dtype, of flat blocks that begin their memory; meta tensors do.
     """
 
     def __init__(self, to: Tensor, of: Tensor) -> None:
@@ -105,10 +87,7 @@ class Copy:
 
 
 def _copied(matrix: _Parameters, to: Tensor, of: Tensor, stream: torch.cuda.Stream | None) -> bool:
-    """Whether the driver has taken the copy of a matrix whose addresses are those in its blocks.
-
-    It has not if there is none, or if memory holds other numbers than a tensor.
-    """
+    """Whether the driver, if there is one, has taken the copy of a matrix whose addresses are those in its blocks."""
     if not (to.is_cuda and of.is_cuda) or torch.version.hip is not None or of.is_conj() or of.is_neg():
         return False
     function = driver_function("cuMemcpy2DAsync_v2")

@@ -30,19 +30,12 @@ Work = Generator[None, None, None]
 
 @dataclass(frozen=True)
 class RowGroup:
-    """The ranks that share rows of x and exchange its columns.
-
-    Attributes:
-        group: of these ranks.
-        size: their number.
-        position: of this rank.
-        blocks: how products of whole rows read and write columns; the same on every rank.
-    """
+    """The ranks that share rows of x and exchange its columns."""
 
     group: dist.ProcessGroup
-    size: int
-    position: int
-    blocks: InBlocks = IN_WHOLE
+    size: int  # their number
+    position: int  # of this rank
+    blocks: InBlocks = IN_WHOLE  # how products of whole rows read and write columns; the same on every rank
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -66,19 +59,12 @@ def _stage_text(label: str, size: int, ranks: tuple[int, ...]) -> str:
 
 @dataclass
 class Transfer:
-    """One exchange of some rows, and its pending data. Blocks are flat and contiguous.
+    """One exchange of some rows, and its pending data. Blocks are flat and contiguous."""
 
-    Attributes:
-        leg: the ranges to be moved.
-        row_group: among whom.
-        label: how errors call it.
-        into: where the block shall be afterwards, if that is known when it is sent.
-    """
-
-    leg: Leg
-    row_group: RowGroup
-    label: str
-    into: Tensor | None = None
+    leg: Leg  # the ranges to be moved
+    row_group: RowGroup  # among whom
+    label: str  # how errors call it
+    into: Tensor | None = None  # where the block shall be afterwards, if that is known when it is sent
     under_way: tuple[Any, Tensor, Tensor] | None = None  # what to wait for, the buffer sent, which lives until then, and that received
     derivative: Transfer | None = None  # the latest one
     after: tuple[Transfer, Tensor] | None = None  # a transfer to begin, with its block, once this one is received
@@ -104,11 +90,7 @@ class Transfer:
         return self.leg.is_straight and self.leg.back and self._moves
 
     def send(self, local: Tensor) -> None:
-        """Pack a block and begin the all-to-all.
-
-        Raises:
-            CollectiveError: the exchange cannot begin; names the stage.
-        """
+        """Pack a block and begin the all-to-all."""
         check_plain(self.label, [local])
         parcel = self.pack(local.resolve_conj().resolve_neg().contiguous())  # exchanges read memory
         if not self._moves:
@@ -126,11 +108,7 @@ class Transfer:
         self.under_way = work, parcel, arrived
 
     def receive(self, out: Tensor | None = None) -> Tensor:
-        """Wait for the parts (on GPUs the current stream does), and put them in place, in out or where they are.
-
-        Raises:
-            CollectiveError: the exchange failed; names the stage.
-        """
+        """Wait for the parts (on GPUs the current stream does), and put them in place, in out or where they are."""
         if self.under_way is None:
             raise RuntimeError("a transfer is received once, after it was sent")
         work, _, found = self.under_way
@@ -206,7 +184,7 @@ def _at_source(exchange: Exchange, local: Tensor, rows: int, me: int, r: Rectang
 
 def _at_target(exchange: Exchange, local: Tensor, rows: int, me: int, r: Rectangle) -> Tensor:
     """A rectangle in a block of columns of ``[rows, q * s]``: parts of one row of q, or whole ones but for the others' parts."""
-    width = exchange.target_size(me)
+    width = exchange.elements(me, True)
     place = r.row * exchange.columns + r.column - exchange.target[me]
     return local.as_strided((rows, *r.shape), (width, exchange.columns, 1), local.storage_offset() + place)
 
@@ -268,13 +246,9 @@ def start(local: Tensor, transfer: Transfer) -> Tensor:
 
 
 def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """This rank's blocks after transfers of consecutive rows, flat, one after the other.
+    """This rank's blocks after transfers of consecutive rows, flat, one after the other, of the tokens that `start` returned for each.
 
-    Args:
-        transfers: as given to `start`.
-        tokens: the results of `start` for each.
-        out: where the blocks shall be, a new tensor; transfers may know their parts of it as `Transfer.into`. Those that have been
-            received are there already.
+    Out is a new tensor for them. Transfers may know their parts of it (`into`), and those that have been received are there already.
     """
     if not (torch.is_grad_enabled() and any([t.requires_grad for t in tokens])):
         return _receive(transfers, tokens[0], out)

@@ -67,14 +67,7 @@ class Flags:
     product of cuBLAS in float32 on an H200, where a meeting by flags takes 12 us.
 
     A flag is 1 from when its peer has come to a meeting to when this rank has waited for it. Between two meetings of the same number, all
-    ranks have one of another number: so nobody sets a flag that is 1 still.
-
-    Args:
-        rank: this one's position.
-        addresses: of each rank's flags, all of them 0.
-
-    Raises:
-        RuntimeError: there is no driver of CUDA's that knows flags.
+    ranks have one of another number: so nobody sets a flag that is 1 still. Addresses are those of each rank's flags, all of them 0.
     """
 
     def __init__(self, rank: int, addresses: Sequence[int]) -> None:
@@ -120,12 +113,7 @@ class Slots:
     """Slots of this rank that its peers can write to and read from, and views of the peers'.
 
     Pushes have one stream and pulls another. A stream for each slot lets exchanges begin in another order than multiplies need them in, and
-    costs four ranks up to half of their links' speed.
-
-    Args:
-        group: the ranks of a row group, all on one host, each with its GPU.
-        device: this rank's GPU.
-        slot_bytes: of each slot; the same on every rank.
+    costs four ranks up to half of their links' speed. The ranks of the group are on one host, each with its GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int) -> None:
@@ -200,19 +188,10 @@ class Slots:
         own: Callable[[torch.cuda.Stream], None] | None = None,
         ready: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
-        """Have a function write to the peers' slots, or read them, beside the later work of the current stream.
+        """Have a function copy to or (pulls) from a taken slot of each peer; returns the event after which all is done.
 
-        Args:
-            slot: a taken one.
-            local: columns that this rank gives or gets.
-            peers: positions of all other ranks, in the order in which this one takes them.
-            copy: the function, called with each peer and a stream; its copies begin when all ranks have come so far.
-            pulls: it reads.
-            own: called after, for copies that concern no peer.
-            ready: after which local can be read; None for all that the current stream has been given.
-
-        Returns:
-            The event after which all is done.
+        It is called with a peer and a stream. Copies begin when all ranks have come so far, and local, the columns that this rank gives or
+        gets, is ready (None: after all that the current stream has been given). `own` is called after, for copies that concern no peer.
         """
         stream = self._streams[pulls]
         if ready is None:
@@ -252,13 +231,14 @@ def open_slots(grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence
     """
     if grid.device.type != "cuda":
         return None
-    made_here, key = known_slots(), (group.group_name, grid.device)
-    found, in_graph = made_here.get(key), torch.cuda.is_current_stream_capturing()
+    made_here: dict[tuple[str, torch.device], Slots | None] = known_slots()
+    key, in_graph = (group.group_name, grid.device), torch.cuda.is_current_stream_capturing()
+    found = made_here.get(key)
     if found is not None and found.slot_bytes >= slot_bytes:
         found.begin(in_graph)
         if in_graph and found not in _in_graphs:
             _in_graphs.append(found)
-        return found  # type: ignore[no-any-return]
+        return found
     if in_graph or (found is None and key in made_here):
         return None
     torch.cuda.synchronize(grid.device)  # nobody writes to slots that make room for larger ones
@@ -281,13 +261,7 @@ def open_slots(grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How a rank's rows lie in its slot: peers' columns in blocks, one after the other, without its own; or as whole rows.
-
-    Attributes:
-        rows: offsets of the ranks' rows.
-        columns: offsets of the ranks' columns.
-        in_blocks: not as whole rows.
-    """
+    """How a rank's rows lie in its slot: peers' columns in blocks, one after the other, without its own; or as whole rows."""
 
     rows: Offsets
     columns: Offsets
@@ -335,15 +309,8 @@ def _columns(layout: Layout, rank: int, peer: int, dtype: torch.dtype, back: boo
 class Chunk:
     """Rows on their way: `send`, then `multiply`, which has the product pulled, then `finish`.
 
-    Rows take a slot for the operand and one for the product: a wave of chunks finds free ones.
-
-    Args:
-        row_group: whose ranks have them.
-        slots: of this rank.
-        there: of the operand.
-        back: of the product; None where it does not return to columns.
-        label: how errors call the exchanges, with a place for the direction.
-        dtype: of the elements.
+    They take a slot for the operand (there) and one for the product (back, if it returns to columns): a wave of chunks finds free ones. The
+    label is how errors call the exchanges, with a place for the direction.
     """
 
     def __init__(self, row_group: RowGroup, slots: Slots, there: Layout, back: Layout | None, label: str, dtype: torch.dtype) -> None:
@@ -359,11 +326,9 @@ class Chunk:
         self._text, self._arrived = self._exchange(TO_ROWS, self._operand, self._there, x, False, ready)
 
     def multiply(self, multiply: Multiply, out: Tensor | None) -> None:
-        """Wait for this rank's rows, have them multiplied, and have every rank pull its columns of its peers' products.
+        """Wait for this rank's rows, if any, have them multiplied, and have every rank pull its columns of its peers' products.
 
-        Args:
-            multiply: called with blocks of this rank's rows and of its product, if it has rows.
-            out: this rank's columns of the product, ``[rows, columns]``, contiguous, complete after `finish`; None where none returns.
+        Out is this rank's columns of the product, ``[rows, columns]``, contiguous, complete after `finish`; None where none returns.
         """
         me, there = self._row_group.position, self._there
         self._arrived.wait()  # the current stream, not the host

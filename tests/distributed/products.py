@@ -134,9 +134,15 @@ def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64, transpor
     return staged(problem(m, sizes, dtype, left), shape, stages, chunks, transport)
 
 
+def place(how, rank):
+    """A rank's (row group, position in it) by a plan: the ranks of a row group exchange with each other."""
+    row, col = divmod(rank, how.grid[1])
+    return (col, row) if how.problem.left else (row, col)
+
+
 def bytes_between(how, exchange, sender, receiver):
     """Bytes that one rank sends another in an exchange of a plan, of the forward product."""
-    (group, position), (other, peer) = how.place(sender), how.place(receiver)
+    (group, position), (other, peer) = place(how, sender), place(how, receiver)
     if group != other or sender == receiver:
         return 0
     return sum(leg.size(position, peer) for leg in how.legs(group)[exchange]) * how.problem.dtype.itemsize
@@ -144,7 +150,7 @@ def bytes_between(how, exchange, sender, receiver):
 
 def bytes_sent(how, exchange, rank):
     """Bytes that a rank sends to others in an exchange, as the plan counts them."""
-    group, position = how.place(rank)
+    group, position = place(how, rank)
     return sum(leg.sent(position) for leg in how.legs(group)[exchange]) * how.problem.dtype.itemsize
 
 

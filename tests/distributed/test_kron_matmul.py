@@ -21,6 +21,7 @@ from products import (
     make,
     matrices,
     multiply,
+    place,
     placed,
     planned,
     single,
@@ -249,7 +250,7 @@ def sent(shape, left, part):
             with counted_bytes(counts):
                 multiply(block(x, grid), placed(factors, grid), left, grid=grid, plan=how)
             total = sum(counts, Counter())
-            line, position = how.place(grid.rank)
+            line, position = place(how, grid.rank)
             legs = [leg for chunk in how.legs(line) for leg in chunk if leg.rows and not leg.exchange.idle]
             assert len(counts) == len(legs)
             for peer in range(grid.world_size):

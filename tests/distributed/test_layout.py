@@ -61,7 +61,7 @@ def pretend(exchange: Exchange, blocks: list[Tensor], back: bool = False) -> lis
         out = torch.full((t.size,), math.nan, dtype=arrived.dtype)
         t.unpack(arrived, out)
         assert not t.lands_in_place or torch.equal(out, arrived)
-        results.append(out.view(rows, exchange.source_size(t.row_group.position) if back else exchange.target_size(t.row_group.position)))
+        results.append(out.view(rows, exchange.elements(t.row_group.position, not back)))
     return results
 
 
