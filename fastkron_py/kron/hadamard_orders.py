@@ -167,6 +167,7 @@ def _squares(total: int) -> Iterator[tuple[int, int, int, int]]:
 # ---- the factors of a transform -------------------------------------------------------------------
 
 CHUNK: Final = 3  # a factor is 8 x 8 at most, but for that of order m: plans multiply neighbours out as the dtype wants
+CPU_CHUNK: Final = 4  # on CPUs 16 x 16: a vector's width, and few operations for each bit
 # Two steps in half types take 128 on both sides at most, 32 behind at least, and a factor of 2 or 4 between them: factors of two go
 # beside that of order m accordingly.
 _INSTEAD: Final = "for other sizes, hadamard of blocks (x.unflatten(-1, (-1, block))), or an orthogonal matrix in kron_matmul"
@@ -199,14 +200,20 @@ def split(n: int, name: str = "x.shape[-1]") -> tuple[int, int]:
 
 @constant_in_graphs
 @lru_cache(maxsize=256)
-def factor_sizes(n: int) -> tuple[int, ...]:
+def factor_sizes(n: int, device_type: str = "cuda") -> tuple[int, ...]:
     """The orders of the factors for rows of length n, from the first on.
+
+    Args:
+        n: see `split`.
+        device_type: that multiplies.
 
     Raises:
         ValueError: there is no such m.
     """
     m, bits = split(n)
     first = (m,) if m > 1 else ()
+    if device_type == "cpu":
+        return (*first, *_chunks(bits, CPU_CHUNK)) or (1,)
     room = MOST_BITS - (m - 1).bit_length()
     middle = bits - room - MOST_BITS
     if room >= 0 and middle in MIDDLE_BITS:
@@ -218,10 +225,10 @@ def factor_sizes(n: int) -> tuple[int, ...]:
     return (m, *_chunks(beside), *_chunks(bits - beside))
 
 
-def _chunks(bits: int) -> tuple[int, ...]:
+def _chunks(bits: int, chunk: int = CHUNK) -> tuple[int, ...]:
     """Factors of 2^bits, the smaller one first."""
-    rest = bits % CHUNK
-    return (*((1 << rest,) if rest else ()), *((1 << CHUNK,) * (bits // CHUNK)))
+    rest = bits % chunk
+    return (*((1 << rest,) if rest else ()), *((1 << chunk,) * (bits // chunk)))
 
 
 def _exponent(order: int) -> int:
