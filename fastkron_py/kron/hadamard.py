@@ -149,7 +149,7 @@ def _transform(x: Tensor, scale: Any, transpose: bool, precision: str | None, ou
             return y.view(shape)
 
         return by_parts
-    sizes = factor_sizes(n)
+    sizes = factor_sizes(n, x.device.type)
     factors, alpha = _turned(constants_of(matrices, (sizes, x.dtype), x.device), transpose), scale * shrunk(sizes, x.dtype)
     return lambda x: kron_matmul(x.reshape(-1, n), factors, alpha=alpha, precision=precision).view(shape)
 

@@ -108,6 +108,7 @@ def _goethals_seidel(n: int, rows: Sequence[int]) -> Matrix:
 # ---- the factors of a transform -------------------------------------------------------------------
 
 CHUNK: Final = 3  # a factor is 8 x 8 at most, but for that of order m: plans multiply neighbours out as the dtype wants
+CPU_BITS: Final = 5  # on CPUs the last one is 32 x 32, two vectors wide, and the others are about equal
 # Two steps in half precision take 128 on both sides at most, 32 behind at least, and a factor of 2 or 4 between them: factors of two go
 # next to that of order m accordingly.
 _INSTEAD: Final = "for other sizes, hadamard of blocks (x.unflatten(-1, (-1, block))), or an orthogonal matrix in kron_matmul"
@@ -136,14 +137,22 @@ def split(n: int, name: str = "x.shape[-1]") -> tuple[int, int]:
 
 @constant_in_graphs
 @lru_cache(maxsize=256)
-def factor_sizes(n: int) -> tuple[int, ...]:
+def factor_sizes(n: int, device_type: str = "cuda") -> tuple[int, ...]:
     """The orders of the factors for rows of length n, from the first on.
+
+    Args:
+        n: see `split`.
+        device_type: that multiplies.
 
     Raises:
         ValueError: there is no such m.
     """
     m, bits = split(n)
     first = (m,) if m > 1 else ()
+    if device_type == "cpu":
+        rest = max(0, bits - CPU_BITS)
+        count = -(-rest // CPU_BITS)
+        return (*first, *[1 << ((rest + i) // count) for i in range(count)], *([1 << (bits - rest)] if bits else [])) or (1,)
     room = MOST_BITS - (m - 1).bit_length()
     middle = bits - room - MOST_BITS
     if room >= 0 and middle in MIDDLE_BITS:

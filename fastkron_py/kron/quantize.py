@@ -31,6 +31,7 @@ from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.operator import Operator
 from fastkron_py.runtime.precision import autocast_dtype, autocasted, resolved, wide
 from fastkron_py.runtime.program import Program, Scalar, bits
+from fastkron_py.tiling.torch_products import row_slices
 
 if TYPE_CHECKING:
     from fastkron_py.runtime.launch import Launcher
@@ -47,6 +48,7 @@ _PROLOGUES: Final = 'None, ("swiglu",) or ("rms_norm", weight, eps)'
 _FLOATS: Final = {"float8_e4m3fn": (3, -9), FLOAT4: (1, -1)}  # bits of a mantissa, and the exponent of the smallest number
 _MATRIX: Final = 2  # dimensions
 _NIBBLE: Final = 4  # bits
+_INTERMEDIATES: Final = 4  # of a row's size, that rounding by torch has at a time
 _WIDEST: Final = 2048  # elements of a row that a program takes at a time
 _FLOAT8: Final = (8, 9)  # compute capability
 
@@ -315,7 +317,7 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     y = build.reshape(matrix, (rows * groups, width // groups))
     if not is_wide or order > 1:
         wide = x.dtype if is_wide else torch.float32
-        sizes = [(f, f) for f in factor_sizes(order)] if order > 1 else []
+        sizes = [(f, f) for f in factor_sizes(order, build.device.type)] if order > 1 else []
         results = [describe(t, wide) for t in (y.shape, *sizes, *[f.shape for f in factors])]
         made = build.call(lambda *given: _widened(order, unit, *given), (y, *factors), *results)
         y, *factors = [made] if isinstance(made, Tensor) else made
@@ -351,14 +353,19 @@ def _widened(order: int, unit: float, *tensors: Tensor) -> list[Tensor]:
     """x, the factors of the Hadamard matrix of this order and scale, and the others: in float32 for half types."""
     dtype = torch.float32 if tensors[0].dtype in HALF_DTYPES else tensors[0].dtype
     x, *factors = [t.to(dtype).contiguous() for t in tensors]  # a memory format copies nothing of the same dtype
-    made = constants(matrices, (factor_sizes(order), dtype), x.device) if order > 1 else ()
+    made = constants(matrices, (factor_sizes(order, x.device.type), dtype), x.device) if order > 1 else ()
     return [x, *[t * unit if i == 0 else t for i, t in enumerate(made)], *factors]
 
 
 def _of_columns(
     y: Tensor, size: int, step: float, kind: str, scale_format: str, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`rounded`, with a scale for each group of so many columns."""
+    """`rounded`, with a scale for each group of so many columns; on a CPU in slices of rows that stay in cache through all operations."""
+    if generator is None and y.is_cpu:
+        rows = y.reshape(-1, size)
+        found = zip(*[rounded(rows[part], step, kind, scale_format) for part in row_slices(rows, _INTERMEDIATES * size)], strict=True)
+        values, scales = (torch.cat(parts).view(*y.shape[:-1], -1) for parts in found)
+        return values, scales
     values, scales = rounded(y.unflatten(-1, (-1, size)), step, kind, scale_format, generator)
     return values.flatten(-2), scales.squeeze(-1)
 
@@ -367,25 +374,25 @@ def rounded(
     y: Tensor, step: float, kind: str, scale_format: str = "float32", generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """(Values, scales) of rows of float32 or float64, by torch's operations; ties go to even, or a generator rounds at random."""
-    largest = y.abs().amax(-1, keepdim=True) + (y * 0.0).sum(-1, keepdim=True)
+    largest = y.abs().amax(-1, keepdim=True)
     scales = torch.where(largest == 0, 1.0, (largest * step).clamp(min=torch.finfo(torch.float32).tiny))
     if scale_format == "e8m0":  # without the mantissa
         number, exponent = (torch.int64, -1 << 52) if y.dtype == torch.float64 else (torch.int32, -1 << 23)
         scales = viewed(viewed(scales, number) & exponent, y.dtype)
     scales = scales.float()
     scales = scales.masked_fill(scales.isinf(), math.nan)
-    v = (y / scales).clamp(-LARGEST[kind], LARGEST[kind])
+    v = (y / scales).clamp_(-LARGEST[kind], LARGEST[kind])
     if scale_format == "e8m0":
         scales = (viewed(scales, torch.int32) >> 23).to(torch.uint8)
     if kind in _FLOATS:
         return _floats(v, kind, generator), scales
-    whole = _integers(v.nan_to_num(0.0), generator).to(torch.int8)
+    whole = _integers(v.nan_to_num_(0.0), generator).to(torch.int8)
     return whole if kind == "int8" else _packed(whole), scales
 
 
 def _integers(v: Tensor, generator: torch.Generator | None) -> Tensor:
     if generator is None:
-        return v.round()
+        return v.round_()
     return (v + torch.rand(v.shape, generator=generator, dtype=v.dtype, device=v.device)).floor()
 
 
@@ -393,7 +400,7 @@ def _floats(v: Tensor, kind: str, generator: torch.Generator | None) -> Tensor:
     """Numbers within the range of a floating-point format in that format."""
     if kind == "float8_e4m3fn" and generator is None:
         return v.to(torch.float8_e4m3fn)
-    v = v.nan_to_num(0.0)
+    v = v.nan_to_num_(0.0)
     mantissa, least = _FLOATS[kind]
     exponent = (torch.frexp(v).exponent - 1 - mantissa).clamp(min=least)  # of the distance of neighbouring numbers
     distance = viewed((exponent + 127) << 23, torch.float32)

@@ -42,6 +42,7 @@ PROBLEMS = {
     "groups of columns": (4, 1, 18, [(4, 5), (6, 3)]),
     "large last": (1, 5, 1, [(3, 5), (190, 180)]),
     "large between, columns": (1, 1, 3, [(3, 5), (190, 180), (2, 3)]),
+    "vectors that lie apart": (1, 6, 1, [(60, 66), (100, 148)]),
     "groups with large": (2, 3, 1, [(190, 180), (5, 3)]),
 }
 

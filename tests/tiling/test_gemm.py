@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.gated.kernels import epilogue_gate
+from fastkron_py.gated.launches import Params
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import INTERPRETER
@@ -98,7 +99,7 @@ def test_pairs(tile: GemmTile, where: str, has_descriptors: bool, device: torch.
     x, weight, bias = torch.randn(m, k, device=device), torch.randn(2, h, k, device=device), torch.randn(2, h, device=device)
     up, gate = (x.double() @ weight[i].double().mT + bias[i].double() for i in range(2))
     whole, out = inner(m, h, torch.float32, device)
-    call = Gemm(epilogue_gate, value=find_activation("relu").value, params=(False,), pairs="stacked")
+    call = Gemm(epilogue_gate, value=find_activation("relu").value, params=Params(False, (), ()), pairs="stacked")
     b, b2 = placed(where, weight)
     build = Builder([x, b, bias, b2, out])
     meta_x, meta_b, meta_bias, meta_b2, target = build.inputs

@@ -50,11 +50,12 @@ def takes(x: Tensor, factors: Sequence[Tensor], is_gradient: bool = False) -> bo
     if x.dtype not in KINDS or min(x.numel(), *[f.numel() for f in factors]) == 0:
         return False
     allowed = (torch.float64,) if x.dtype == torch.float64 else (torch.float32, *HALF_DTYPES)
-    elements = [f.shape[-2] * f.shape[-1] for f in factors if f.shape[-2:] != (1, 1)] or [1]
+    elements, itemsize = [f.shape[-2] * f.shape[-1] for f in factors if f.shape[-2:] != (1, 1)] or [1], max(4, x.element_size())
     if x.dtype == torch.bfloat16 and min(elements) >= LIMITS.bfloat16_elements and multiplies_bfloat16():
         return False
     is_copied = is_gradient or any([f.stride(-1) != 1 for f in factors])
-    return all([f.dtype in allowed for f in factors]) and max(elements) <= (LIMITS.copied_elements if is_copied else LIMITS.factor_elements)
+    most = LIMITS.copied_bytes if is_copied else LIMITS.factor_bytes
+    return all([f.dtype in allowed for f in factors]) and max(elements) * itemsize <= most
 
 
 class Wanted(NamedTuple):
@@ -392,9 +393,8 @@ class Fused:
         chunks = -(-stage.columns // stage.unit_columns)
         units = -(-stage.rows // stage.unit_rows) * chunks
         is_cut = self._wanted is not None and (chunks > 1 or self._is_strided())  # so that a gradient's operands are copied
-        is_direct = (
-            len(stage.steps) == 1 and KINDS[self._layouts[self._first].dtype] == SAME and not (is_cut or stage.steps[0].by_rows)
-        )  # by no buffer
+        is_half = KINDS[self._layouts[self._first].dtype] != SAME
+        is_direct = len(stage.steps) == 1 and not (is_half or is_cut or stage.steps[0].by_rows)  # by no buffer
         buffer = 0 if is_direct else -(-stage.buffer * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         sizes = [stage.rows, stage.columns, stage.length, stage.width, stage.unit_rows, stage.unit_columns]
         counts = [self._sizes.groups, units, units, chunks, len(stage.steps), taken]

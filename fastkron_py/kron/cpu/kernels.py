@@ -29,6 +29,8 @@ SINGLE, DOUBLE = types.CPointer(types.float32), types.CPointer(types.float64)
 HAS_512_BITS = bool(binding.get_host_cpu_features().get("avx512f"))
 VECTOR_BYTES = 64 if HAS_512_BITS else 32
 TERMS = 256  # of sums that are added up: longer ones would round more, and their vectors leave the first level of cache
+PACKED_ROWS = 64  # of scalars at least, for which vectors that lie apart are copied side by side: else their places in L1 and pages collide
+PACKED_BYTES = 1 << 15  # from the first one to the last, at least
 ROWS = 8 if HAS_512_BITS else 4  # of sums, in 32 or 16 registers
 
 
@@ -298,14 +300,15 @@ def _write_vector(typing: Any, kind: Any, source: Any, target: Any, width: Any, 
 
 
 @intrinsic
-def _stays_alone(typing: Any) -> Any:
-    """LLVM copies the function into none of its callers: its loops are large, and a first compilation would take twice as long."""
+def _panel(typing: Any, kind: Any) -> Any:
+    """The address of memory for `TERMS` rows of two vectors."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
+        memory = cgutils.alloca_once(builder, ir.VectorType(ir.IntType(8), VECTOR_BYTES), size=2 * TERMS)
+        memory.align = VECTOR_BYTES
+        return builder.ptrtoint(memory, INDEX)
 
-    return types.void(), codegen
+    return types.int64(kind), codegen
 
 
 # ---- one product of any size -----------------------------------------------------------------------
@@ -338,24 +341,40 @@ _pair, _single, _narrow = _columns(2, 1, False), _columns(1, 1, True), _columns(
 
 
 @numba.njit(error_model="numpy")
+def _read(kind, src, row_stride, k_stride, dst, rows, length, columns, element):
+    """``[rows, length, columns]`` of a kind of elements to contiguous ones."""
+    size, source = _size(kind), 2 if element else _size(kind)
+    lanes = VECTOR_BYTES // size
+    if k_stride == columns:  # columns lie in one line
+        length, columns = 1, length * columns
+    for row in range(rows):
+        for k in range(length):
+            u = src + (row * row_stride + k * k_stride) * source
+            for j in range(0, columns, lanes):
+                _read_vector(kind, u + j * source, dst + j * size, columns - j, element)
+            dst += columns * size
+
+
+@numba.njit(error_model="numpy")
 def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
     """``y[i, j] = sum over p of s[i, p] * v[p, j]``, in blocks of terms whose vectors stay in the first level of cache while rows pass."""
-    _stays_alone()
     size = _size(kind)
-    lanes = VECTOR_BYTES // size
+    lanes, panel = VECTOR_BYTES // size, _panel(kind)
     for first in range(0, terms, TERMS):
         here, adds = min(TERMS, terms - first), adds_all or first > 0
+        is_packed = rows >= PACKED_ROWS and here * vp * size > PACKED_BYTES
         u, w, z, left = s + first * sp * size, v + first * vp * size, y, width
         while left > 0:
+            near, stride, done = w, vp, 2 * lanes if left >= 2 * lanes else lanes
+            if is_packed and left >= done:
+                _read(kind, w, 0, vp, panel, 1, here, done, SAME)
+                near, stride = panel, done
             if left >= 2 * lanes:
-                _pair(kind, u, si, sp, w, vp, z, yi, rows, here, left, adds)
-                done = 2 * lanes
+                _pair(kind, u, si, sp, near, stride, z, yi, rows, here, left, adds)
             elif 2 * left > lanes:
-                _single(kind, u, si, sp, w, vp, z, yi, rows, here, left, adds)
-                done = lanes
+                _single(kind, u, si, sp, near, stride, z, yi, rows, here, left, adds)
             else:
-                _narrow(kind, u, si, sp, w, vp, z, yi, rows, here, left, adds)
-                done = left
+                _narrow(kind, u, si, sp, near, stride, z, yi, rows, here, left, adds)
             w, z, left = w + done * size, z + done * size, left - done
 
 
@@ -387,11 +406,10 @@ def _step(kind, matrix, before, after, source, target, rows, columns, is_last, t
     """
     size, (f, fp, fq, P, Q), (src, src_row, src_k), (dst, dst_row, dst_k) = _size(kind), matrix, source, target
     if is_last:
-        if rows == 1 or (src_row == before * P and dst_row == before * Q):
-            _product(kind, src, P, 1, f, fp, dst, Q, rows * before, P, Q, False)
-        else:
-            for row in range(rows):
-                _product(kind, src + row * src_row * size, P, 1, f, fp, dst + row * dst_row * size, Q, before, P, Q, False)
+        if src_row == before * P and dst_row == before * Q:
+            rows, before = 1, rows * before
+        for row in range(rows):
+            _product(kind, src + row * src_row * size, P, 1, f, fp, dst + row * dst_row * size, Q, before, P, Q, False)
     elif turned[0]:
         (u, w), few = turned, after * columns
         _turn(kind, P, few, (src, src_row, few, 1), (u, before * P * few, 1, P), rows, before)
@@ -407,14 +425,14 @@ def _step(kind, matrix, before, after, source, target, rows, columns, is_last, t
 
 
 @numba.njit(error_model="numpy")
-def _gradient(kind, P, Q, before, after, src, src_row, g, g_row, y, rows, is_last, turned, adds):
+def _gradient(kind, read, written, before, after, y, rows, is_last, turned, adds):
     """Of a step's factor, ``y [P, Q]``, from what the step read and the gradient of what it wrote; written to y, or added to it.
 
-    Both are ``[rows, before, P or Q, after]``, where after counts the columns, too; the other way round, y is ``[Q, P]``.
+    read, written: address, stride of rows, and P or Q of ``[rows, before, P or Q, after]``, where after counts the columns, too; the other
+    way round, y is ``[Q, P]``.
     turned: as of the step.
     """
-    _stays_alone()
-    size = _size(kind)
+    size, (src, src_row, P), (g, g_row, Q) = _size(kind), read, written
     if turned[0]:
         u, w = turned
         _turn(kind, P, after, (src, src_row, after, 1), (u, before * P * after, 1, P), rows, before)
@@ -425,26 +443,11 @@ def _gradient(kind, P, Q, before, after, src, src_row, g, g_row, y, rows, is_las
             for j in range(0, Q, DOTS[1]):
                 u, w, z = src + i * after * size, g + j * after * size, y + (i * Q + j) * size
                 _dots(kind, u, src_row, P * after, after, w, g_row, Q * after, after, z, Q, P - i, Q - j, rows, before, after, adds)
-    elif rows == 1 or (src_row == before * P and g_row == before * Q):
-        _product(kind, src, 1, P, g, Q, y, Q, P, rows * before, Q, adds)
     else:
+        if src_row == before * P and g_row == before * Q:
+            rows, before = 1, rows * before
         for row in range(rows):
             _product(kind, src + row * src_row * size, 1, P, g + row * g_row * size, Q, y, Q, P, before, Q, adds or row > 0)
-
-
-@numba.njit(error_model="numpy")
-def _read(kind, src, row_stride, k_stride, dst, rows, length, columns, element):
-    """``[rows, length, columns]`` of a kind of elements to contiguous ones."""
-    size, source = _size(kind), 2 if element else _size(kind)
-    lanes = VECTOR_BYTES // size
-    if k_stride == columns:  # columns lie in one line
-        length, columns = 1, length * columns
-    for row in range(rows):
-        for k in range(length):
-            u = src + (row * row_stride + k * k_stride) * source
-            for j in range(0, columns, lanes):
-                _read_vector(kind, u + j * source, dst + j * size, columns - j, element)
-            dst += columns * size
 
 
 @numba.njit(error_model="numpy")
@@ -513,12 +516,10 @@ def stage(p, kind):
                     P, Q, before, after = p[o + 4], p[o + 5], p[o + 6], p[o + 7]
                     turned = operand * p[o + 13], product * p[o + 13]
                     if p[o + 12] >= 0:
-                        v, v_row = (given[0], given[1]) if i == 0 else (first + i * buffer, before * P * after * columns)
-                        w, w_row, A, B = source[0], source[1], P, Q
-                        if p[o + 14]:
-                            v, v_row, w, w_row, A, B = w, w_row, v, v_row, Q, P
-                        z, adds = sums + p[o + 12] * size, unit > begin
-                        _gradient(kind, A, B, before, after * columns, v, v_row, w, w_row, z, rows, after * R == 1, turned, adds)
+                        v = (given[0], given[1], P) if i == 0 else (first + i * buffer, before * P * after * columns, P)
+                        w, z, adds = (source[0], source[1], Q), sums + p[o + 12] * size, unit > begin
+                        v, w = (w, v) if p[o + 14] else (v, w)
+                        _gradient(kind, v, w, before, after * columns, z, rows, after * R == 1, turned, adds)
                     if p[o + 8] == 0:
                         break
                     matrix = p[o + 8] + group * p[o + 9] * size, p[o + 10], p[o + 11], Q, P

@@ -33,8 +33,8 @@ class Costs(NamedTuple):
 class Limits(NamedTuple):
     """Sizes of factors and of units."""
 
-    factor_elements: int  # at most: torch's products are faster by a larger factor
-    copied_elements: int  # likewise of factors that may be copied
+    factor_bytes: int  # at most: torch's products are faster by a larger factor
+    copied_bytes: int  # likewise of factors that may be copied
     bfloat16_elements: int  # of each factor, from which bfloat16 is multiplied as it is, where the CPU does that
     widest: int  # rows or columns of factors that are multiplied out
     block_rows: int  # of sums in registers
@@ -81,11 +81,6 @@ class Sizes(NamedTuple):
     def copy_cost(self, elements: int) -> float:
         """Of a matrix's rows as vectors."""
         return COSTS.copy * self.threads * elements if self.is_copied or self.is_gradient else 0.0
-
-    @property
-    def unit_bytes(self) -> int:
-        """Of a buffer of a unit."""
-        return LIMITS.gradient_bytes if self.is_gradient else LIMITS.unit_bytes
 
 
 class Matrix(NamedTuple):
@@ -260,7 +255,7 @@ def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     # Each pass over a matrix that is beyond the cache, or alone, so that no buffer has to be small, serves many rows or columns.
     far = [s for s in steps if len(steps) == 1 or matrices[s.matrix].p * matrices[s.matrix].q * sizes.itemsize > LIMITS.buffer_bytes]
     around = min([s.before * s.after for s in far], default=1 << 62)
-    fitting = sizes.unit_bytes // sizes.itemsize // widest
+    fitting = (LIMITS.gradient_bytes if sizes.is_gradient else LIMITS.unit_bytes) // sizes.itemsize // widest
     most = max(fitting, LIMITS.least_columns, LIMITS.far_columns // around)
     if not _are_even(sizes, sizes.groups * rows):
         most = min(most, max(vectors, -(-columns // sizes.threads)))
