@@ -381,12 +381,12 @@ def rounded(
         scales = viewed(viewed(scales, number) & exponent, y.dtype)
     scales = scales.float()
     scales = scales.masked_fill(scales.isinf(), math.nan)
-    v = (y / scales).clamp_(-LARGEST[kind], LARGEST[kind])
+    v = (y / scales).clamp(-LARGEST[kind], LARGEST[kind])
     if scale_format == "e8m0":
         scales = (viewed(scales, torch.int32) >> 23).to(torch.uint8)
     if kind in _FLOATS:
         return _floats(v, kind, generator), scales
-    whole = _integers(v.nan_to_num_(0.0), generator).to(torch.int8)
+    whole = _integers(v.nan_to_num(0.0), generator).to(torch.int8)
     return whole if kind == "int8" else _packed(whole), scales
 
 
@@ -400,7 +400,7 @@ def _floats(v: Tensor, kind: str, generator: torch.Generator | None) -> Tensor:
     """Numbers within the range of a floating-point format in that format."""
     if kind == "float8_e4m3fn" and generator is None:
         return v.to(torch.float8_e4m3fn)
-    v = v.nan_to_num_(0.0)
+    v = v.nan_to_num(0.0)
     mantissa, least = _FLOATS[kind]
     exponent = (torch.frexp(v).exponent - 1 - mantissa).clamp(min=least)  # of the distance of neighbouring numbers
     distance = viewed((exponent + 127) << 23, torch.float32)
