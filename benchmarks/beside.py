@@ -71,25 +71,18 @@ def _calls(benchmark: Any, case: Any, device: Any) -> dict[str, Any]:
 
 
 def _graph(call: Any) -> Any:
-    """A CUDA graph of the call; None where it cannot be captured."""
+    """The replay of a CUDA graph of the call; None where it cannot be captured."""
     import torch
+
+    from benchmarks.timing import graphed
 
     if not torch.cuda.is_available():
         return None
     try:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = call()
+        return graphed(call)
     except RuntimeError:
         torch.cuda.synchronize()
         return None
-    return lambda: (graph.replay(), kept)
 
 
 def _seconds(function: Any, count: int) -> float:

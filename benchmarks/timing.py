@@ -153,8 +153,8 @@ def measure(
     return [Times.of(t) for t in taken]
 
 
-def graphed(call: Call) -> Call:
-    """The call captured in a CUDA graph: its replay has no launch cost from Python.
+def captured(call: Call, keep_graph: bool = False) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A CUDA graph of the call, and the result that its replays write; keep_graph: as torch.cuda.CUDAGraph has it.
 
     Raises:
         RuntimeError: the call cannot be captured.
@@ -165,9 +165,19 @@ def graphed(call: Call) -> Call:
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
     with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # a capture that fails leaves its own stream behind
         result = call()
+    return graph, result
+
+
+def graphed(call: Call) -> Call:
+    """The call captured in a CUDA graph: its replay has no launch cost from Python.
+
+    Raises:
+        RuntimeError: the call cannot be captured.
+    """
+    graph, result = captured(call)
 
     def replay() -> object:
         graph.replay()

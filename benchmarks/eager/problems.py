@@ -17,6 +17,7 @@ import fastkron_py
 from benchmarks.kron import drawn
 from benchmarks.kron.peers import loop
 from benchmarks.registry import Case, Draw
+from benchmarks.timing import captured
 
 Function = Callable[..., Tensor]
 
@@ -107,15 +108,8 @@ def graph_nodes(call: Callable[[], Any]) -> int:
     Raises:
         RuntimeError: the call cannot be captured.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph, count = torch.cuda.CUDAGraph(keep_graph=True), ctypes.c_size_t()
-    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # a capture that fails leaves its own stream behind
-        held = call()
+    graph, held = captured(call, keep_graph=True)
+    count = ctypes.c_size_t()
     failed = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
     del held
     if failed:
