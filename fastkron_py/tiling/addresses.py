@@ -165,9 +165,12 @@ def slice_index(first, i, BLOCK_S: tl.constexpr, before, after, HEAD: tl.constex
 
 
 @triton.jit
-def slice_mask(first, i, num_slices, EVEN: tl.constexpr):
-    """Which of slices ``first + i``, i = [0, BLOCK_S), exist; EVEN: BLOCK_S divides num_slices, so all do."""
-    return i >= 0 if EVEN else first + i < num_slices
+def slice_mask(first, i, num_slices, EVEN: tl.constexpr, RUN: tl.constexpr):
+    """Which of slices ``first + i``, i = [0, BLOCK_S), exist; EVEN: BLOCK_S divides num_slices, so all do.
+
+    RUN divides num_slices, so a run exists or does not: the compiler sees it by this form, and keeps loads of several slices.
+    """
+    return i >= 0 if EVEN else first + i // RUN * RUN < num_slices
 
 
 @triton.jit

@@ -58,6 +58,7 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "float16 16^4": (torch.float16, 1, 1024, [(16, 16)] * 4, 1),
     "float16 64^2": (torch.float16, 1, 1024, [(64, 64)] * 2, 1),
     "bfloat16 86, 128": (torch.bfloat16, 1, 1024, [(86, 86), (128, 128)], 1),
+    "float16 51, last tile cut": (torch.float16, 1, 3, [(51, 51)], 9824),
     "bfloat16 256, 36": (torch.bfloat16, 1, 1024, [(256, 256), (36, 36)], 1),
     "bfloat16 172, 64": (torch.bfloat16, 1, 1024, [(172, 172), (64, 64)], 1),
     "float16 172, 60": (torch.float16, 1, 1024, [(172, 172), (60, 60)], 1),
@@ -83,7 +84,13 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
 COMPLEX = ("complex64 2^18", "complex64 4^3, left", "complex64 32^2", "complex64 64^2", "complex128 2^18")
 BACKWARD = ("16^4", "32^4", "64^3", "128^2", "256^2", "300, 451", "4, 300", "8^5", "float64 32^3", *COMPLEX)
 # How modes of wide factors are multiplied; of the others, by torch's products, which need no compiler.
-ALGORITHMS = {"256^2": "wgmma", "300, 451": "looped", "bfloat16 131, 7": "copying", "complex64 64^2": "looped"}
+ALGORITHMS = {
+    "256^2": "wgmma",
+    "300, 451": "looped",
+    "bfloat16 131, 7": "copying",
+    "complex64 64^2": "looped",
+    "float16 51, last tile cut": "looped",
+}
 # name: (dtype, shape of x, the points' dimension), of 8192 points; 6553 are kept
 POINTS: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {
     "points": (torch.float32, (8192,), -1),
@@ -201,7 +208,8 @@ def main() -> None:
     def describe(kernel: str, compiled: Any, options: dict[str, Any]) -> dict[str, Any]:
         cubin = compiled.asm["cubin"]
         unguarded = unguarded_stores(cubin) if "chained" in kernel else 0
-        return {"problem": problem, "what": what, **resources(cubin), "unguarded": unguarded}
+        single = compiled.asm["ptx"].count("st.global.b16")
+        return {"problem": problem, "what": what, **resources(cubin), "unguarded": unguarded, "single": single}
 
     compile_only(describe)
     from fastkron_py.kron import quantize

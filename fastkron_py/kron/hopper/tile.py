@@ -166,7 +166,7 @@ def _tile_pointers(x_ptr, x_strides, place, LAYOUT: gl.constexpr, TILE: gl.const
     BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
     i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
     p = gl.arange(0, _of(TILE, "LOAD")[3][1], gl.SliceLayout(0, LAYOUT))
-    mask = slice_mask(place[1], i, place[2], _of(TILE, "EVEN"))[:, None]
+    mask = slice_mask(place[1], i, place[2], _of(TILE, "EVEN"), _of(TILE, "RUN"))[:, None]
     if _of(TILE, "PADDED"):
         p, valid = padded_index(p, _of(TILE, "P_SIZES"), _of(TILE, "P_PADS"))
         mask = mask & valid[None, :]
@@ -272,7 +272,7 @@ def _store_modes(
     t = gl.convert_layout(gl.reshape(t, [BLOCK_S, STORE[3][1]]), LAYOUT)
     i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
     q = FIRST_Q + gl.arange(0, STORE[3][1], gl.SliceLayout(0, LAYOUT))
-    mask = slice_mask(place[1], i, place[2], _of(TILE, "EVEN"))[:, None] & (q >= 0)[None, :]
+    mask = slice_mask(place[1], i, place[2], _of(TILE, "EVEN"), _of(TILE, "RUN"))[:, None] & (q >= 0)[None, :]
     if _of(TILE, "PADDED"):
         q, valid = padded_index(q, _of(TILE, "Q_SIZES"), _of(TILE, "Q_PADS"))
         mask = mask & valid[None, :]
