@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.rates import figures, priced
-from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, VECTOR_BYTES
+from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, VECTOR_BYTES, WRITE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -394,6 +394,7 @@ class Mode:
         Returns:
             "start" and "bytes"; "streamed", "bytes" if they exceed the cache; "elements", of which 16-bit ones need as many instructions;
             "addresses", by which loads and stores of less than 16 bytes are more; "sectors", of runs that share these with others;
+            "partial_writes", to memory, of runs that are shorter than what memory writes at a time;
             "in_place" and "crossing", bytes and elements that are moved where something comes after the mode, and where tiles cross runs.
         """
         read, written = [self.batches * self.slices * side * self.itemsize / self.gpu.bandwidth for side in (self.p, self.q)]
@@ -411,9 +412,11 @@ class Mode:
         loads, stores = [VECTOR_BYTES / math.gcd(side * self.itemsize, VECTOR_BYTES) - 1 for side in (self.p, self.q)]
         if not self.to_front:
             return found | {"addresses": read * loads + written * stores}
-        stores, sectors, crosses = self._runs(block_s, math.gcd(self.to_front, block_s), self.to_front)
-        crossing = WORD * written / self.itemsize if crosses else 0.0
-        return found | {"addresses": read * loads + written * stores, "sectors": written * sectors, "crossing": crossing}
+        run = math.gcd(self.to_front, block_s)
+        stores, sectors, crosses = self._runs(block_s, run, self.to_front)
+        crossing, missing = WORD * written / self.itemsize if crosses else 0.0, WRITE_BYTES / max(run * self.itemsize, SECTOR_BYTES) - 1
+        found |= {"addresses": read * loads + written * stores, "sectors": written * sectors, "crossing": crossing}
+        return found | {"partial_writes": written * max(0.0, missing) if self.streamed else 0.0}
 
     def _runs(self, block_s: int, run: int, length: int) -> tuple[float, float, bool]:
         """Loads and sectors, as shares, that tiles of runs take more than whole vectors and whole sectors; whether they cross runs."""

@@ -179,6 +179,7 @@ NAMED: Final = {
 # Consecutive elements that a load or store should at least touch: one 32-byte sector.
 SECTOR_BYTES: Final = 32
 VECTOR_BYTES: Final = 16  # that a thread loads or stores at once
+WRITE_BYTES: Final = 64  # that memory writes at once; less is read, changed and written
 
 
 def next_power_of_two(size: int) -> int:

@@ -76,19 +76,24 @@ def _rounds(mode: Mode, count: int, height: int) -> float:
 
 
 def _is_aligned(mode: Mode) -> bool:
-    """Whether rows of both operands begin on 16 bytes."""
+    """Whether rows of both operands of a gradient begin on 16 bytes."""
     unit = VECTOR_BYTES // mode.itemsize
     return (mode.p % unit == mode.q % unit == 0) if mode.after == 1 else mode.after % unit == 0
 
 
-def _in_place_quantities(mode: Mode, least: int) -> dict[str, float]:
+def _is_aligned_product(mode: Mode) -> bool:
+    """Whether those of a product do; a factor is copied where something comes after the mode, and its rows or columns may (`add`)."""
+    return _is_aligned(mode) and (mode.after == 1 or mode.itemsize > 2 or mode.p % HALF_VECTOR == 0 or mode.q % HALF_VECTOR == 0)
+
+
+def _in_place_quantities(mode: Mode, least: int, is_aligned: bool) -> dict[str, float]:
     """Those of a product and of a gradient in place, where the shorter one of the rows that torch may take long for has this length."""
     moved, is_short = mode.traffic(), mode.after == 1 and least <= _figures(mode).short
     return {
         "start": MICROSECOND,
         "bytes": moved,
         "streamed": mode.streamed,
-        "unaligned_bytes": 0.0 if _is_aligned(mode) else moved,
+        "unaligned_bytes": 0.0 if is_aligned else moved,
         "short_rows": moved * WORD / mode.itemsize if is_short else 0.0,
         "operations": mode.operations / _rate(mode),
     }
@@ -97,14 +102,14 @@ def _in_place_quantities(mode: Mode, least: int) -> dict[str, float]:
 def matmul_quantities(mode: Mode) -> dict[str, float]:
     """Those of a product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
     count, height = (mode.batches, mode.slices) if mode.after == 1 else (mode.batches * mode.runs, mode.after)
-    of, rounds = _figures(mode), _rounds(mode, count, height)
-    is_odd = mode.itemsize == 2 and bool((mode.p % 2 or mode.q % 2) if mode.after == 1 else mode.after % 2)
+    of, rounds, is_aligned = _figures(mode), _rounds(mode, count, height), _is_aligned_product(mode)
+    is_odd = mode.itemsize == 2 and not is_aligned and bool(mode.p % 2 or mode.q % 2 or (mode.after > 1 and mode.after % 2))
     tiles, terms = _tiled(mode, count, height, mode.q, mode.p), 0.0 if count > 1 else _terms(mode, mode.p)
-    return _in_place_quantities(mode, mode.p) | {
+    return _in_place_quantities(mode, mode.p, is_aligned) | {
         "tiles": tiles,
         "odd_tiles": tiles if is_odd else 0.0,
         "terms": terms,
-        "unaligned_terms": 0.0 if _is_aligned(mode) else terms,
+        "unaligned_terms": 0.0 if is_aligned else terms,
         "rounds": rounds,
         "partial_rounds": rounds * mode.p / of.most_terms if height % of.tile[2] else 0.0,
     }
@@ -153,7 +158,7 @@ def matmul_gradient_quantities(mode: Mode) -> dict[str, float]:
     """
     count, depth = (mode.batches, mode.slices) if mode.after == 1 or mode.runs == 1 else (mode.batches * mode.runs, mode.after)
     is_summed = count > mode.batches
-    return _in_place_quantities(mode, min(mode.p, mode.q)) | {
+    return _in_place_quantities(mode, min(mode.p, mode.q), _is_aligned(mode)) | {
         "streamed": max(mode.streamed, mode.operations / _rate(mode)),
         "in_place": mode.traffic() if mode.after > 1 else 0.0,
         "tiles": _tiled(mode, count, mode.p, mode.q, depth),
