@@ -28,6 +28,7 @@ from fastkron_py.tiling.products import arithmetic, sum_launcher
 from fastkron_py.tiling.torch_products import column_sums
 
 ALIGNED: Final = 16  # elements: more makes no load wider
+_PREPARED_TOGETHER: Final = 1 << 23  # elements of dy and C
 
 
 class Problem(NamedTuple):
@@ -147,23 +148,34 @@ def add_gradients(
             found = [build.empty(t.shape, t.dtype) for t in (x, aligned)]
             _add_plain_gradients(call, (dy, dy), (aligned, aligned), *found)
         else:
-            found = [_add_input_gradient(call, pipelined)] if needs[0] else []
-            found += [_add_coefficient_gradient(call, pipelined)] if needs[1] else []
+            together = needs[0] and needs[1] and pipelined and _prepares_both(problem)
+            ready = operands.prepared(build, coefficients, dy, layer.first) if together else None
+            found = [_add_input_gradient(call, pipelined, ready)] if needs[0] else []
+            found += [_add_coefficient_gradient(call, pipelined, ready)] if needs[1] else []
     if needs[2]:
         found.append(build.call(column_sums, (dy,), describe(dy.shape[1:], dy.dtype)))
     return found
 
 
-def _add_input_gradient(call: _Call, pipelined: bool) -> Tensor:
+def _prepares_both(problem: Problem) -> bool:
+    """Whether Hopper's gradients prepare their operands in one launch: where a launch counts, and memory for both at a time does not."""
+    elements = problem.rows * problem.num_out + problem.layer.terms * problem.num_out * problem.num_in
+    return problem.is_split and elements <= _PREPARED_TOGETHER
+
+
+def _add_input_gradient(call: _Call, pipelined: bool, ready: operands.Prepared | None) -> Tensor:
     build, problem, coefficients = call.build, call.problem, call.coefficients
     by_gemm = gemm_choice(problem)
     if by_gemm is not None:
         return _add_input_gradient_by_gemm(call, by_gemm)
     choice = plan.pipelined_input_gradient(problem.sizes(problem.layer.first)) if pipelined else None
     if choice is not None:
-        pair = operands.transposed(build, coefficients, problem.is_split, not problem.is_split, True, problem.layer.first)
+        if ready is None:
+            pair = operands.transposed(build, coefficients, problem.is_split, not problem.is_split, True, problem.layer.first)
+            dys = operands.halves(build, build.contiguous(call.dy), problem.is_split, True)
+        else:
+            pair, dys = ready.coefficients, ready.dy
         dx = build.empty(call.x.shape, call.x.dtype)
-        dys = operands.halves(build, build.contiguous(call.dy), problem.is_split, True)
         _add_pipelined_input_gradient(call, choice, dys, pair, dx)
         return dx
     if problem.is_large and problem.dtype == torch.float32:
@@ -176,20 +188,25 @@ def _add_input_gradient(call: _Call, pipelined: bool) -> Tensor:
     return dx
 
 
-def _add_coefficient_gradient(call: _Call, pipelined: bool) -> Tensor:
+def _add_coefficient_gradient(call: _Call, pipelined: bool, ready: operands.Prepared | None) -> Tensor:
     build, problem = call.build, call.problem
     dcoef = build.empty(call.coefficients.shape, call.x.dtype)
-    dys = call.dy, call.dy
-    if problem.dtype == torch.float32 and (pipelined or problem.is_large):
+    dys, sums = (call.dy, call.dy), None
+    if ready is not None:
+        dys, sums = ready.transposed_dy, ready.sums
+    elif problem.dtype == torch.float32 and (pipelined or problem.is_large):
         precision = problem.dot_precision
         with_low, rounds = (problem.is_split, not problem.is_split) if pipelined else (precision == "split", precision == "cut")
-        dys = operands.transposed(build, call.dy[None], with_low, rounds, True, 0)
+        dys, sums = operands.transposed_gradient(build, call.dy, with_low, rounds)
     if pipelined:
         _add_pipelined_coefficient_gradient(call, dys, dcoef)
     else:
         _add_plain_gradients(call, dys, (call.x, call.x), None, dcoef)
     if problem.layer.first and (pipelined or problem.is_large):
-        operands.store_column_sums(build, call.dy, dcoef)
+        if sums is None:
+            operands.store_column_sums(build, call.dy, dcoef)
+        else:
+            operands.spread_sums(build, sums, dcoef)
     return dcoef
 
 

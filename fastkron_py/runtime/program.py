@@ -508,4 +508,4 @@ def picker(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     if len(indices) == 1:
         (only,) = indices
         return lambda values: (values[only],)
-    return itemgetter(*indices) if indices else itemgetter(slice(0))
+    return itemgetter(*indices) if indices else lambda values: ()

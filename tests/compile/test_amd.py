@@ -37,7 +37,14 @@ OF_BFLOAT16 = {
     "_sort_rows_kernel",
     "_sum_partials_kernel",
 }
-OF_OTHERS = {"_narrow_multiply_fwd_kernel", "_split_gradient_kernel", "_take_points_kernel", "_take_runs_kernel", "_transpose_kernel"}
+OF_OTHERS = {
+    "_narrow_multiply_fwd_kernel",
+    "_split_gradient_kernel",
+    "_spread_sums_kernel",
+    "_take_points_kernel",
+    "_take_runs_kernel",
+    "_transpose_kernel",
+}
 
 
 @pytest.fixture(scope="module")

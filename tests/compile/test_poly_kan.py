@@ -29,6 +29,7 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     assert names == PLAIN | PIPELINED | {
         "_low_halves_kernel",
         "_transpose_kernel",
+        "_spread_sums_kernel",
         "_gemm_kernel",
         "_sum_partials_kernel",
         "_sum_segments_kernel",

@@ -361,6 +361,30 @@ def test_constant(dtype: torch.dtype, device: torch.device, generator: torch.Gen
             assert_close(found, expected, rms_tol=3 * tol, max_tol=12 * tol)
 
 
+def test_prepared_together(device: torch.device, generator: torch.Generator) -> None:
+    """One launch transposes C and dy, and makes low halves and sums; dy is copied if its rows are no vectors."""
+    for rows, num_out, num_in, first, stride in [(70, 68, 5, 1, 68), (65, 70, 66, 1, 70), (3, 7, 2, 0, 8)]:
+        c = torch.randn(first + 2, num_out, num_in, generator=generator).to(device)
+        dy = torch.randn(rows, stride, generator=generator).to(device)[:, :num_out]
+        build = Builder((c, dy))
+        (ct, ct_low), (upright, low), (across, across_low), sums = operands.prepared(build, *build.inputs, first)
+        results = [t for t in (ct, ct_low, low, across, across_low, sums) if t is not upright]
+        found = build.program([*results, *([] if upright is build.inputs[1] else [upright])])([c, dy])
+        assert [t.shape for t in found[3:5]] == [(1, num_out, operands.whole_vectors(rows))] * 2
+        for t, by in ((found[0], c[first:].mT), (found[3], dy.mT[None]), *([(found[6][None], dy[None])] if stride % 4 else [])):
+            assert torch.equal(t[:, :, : by.shape[2]], by)
+        low_of = found[2][:, :num_out]
+        assert torch.equal(found[4][0, :, :rows], low_of.mT)
+        assert float((low_of.abs() > 2**-10 * dy.abs()).sum()) == 0
+        assert_close(found[5].sum(0), dy.double().sum(0), rms_tol=1e-6, max_tol=1e-5)
+        spread = torch.full((2, num_out, num_in), torch.nan, device=device)
+        build = Builder((found[5], spread))
+        operands.spread_sums(build, *build.inputs)
+        build.program([])([found[5], spread])
+        assert bool(spread[1].isnan().all())
+        assert_close(spread[0], dy.double().sum(0)[:, None].expand(-1, num_in), rms_tol=1e-6, max_tol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradient(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """In one stage and in two; rows of a wider matrix, whose rest is NaN; nothing but degree 0 is written."""

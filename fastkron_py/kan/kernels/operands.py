@@ -39,39 +39,97 @@ def _low_halves_kernel(
 
 
 @triton.jit
-def _transpose_kernel(
-    x_ptr,  # [FIRST + B, M, N], in these strides; float32 for LOW and ROUND
-    transposed_ptr,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up, BATCHES at least B; rows in this stride
-    low_ptr,  # the same shape, for LOW
-    rows,
-    columns,
-    stride_b,
-    stride_m,
-    stride_n,  # of the result
-    FIRST: tl.constexpr,  # matrices of x that are left out
-    LOW: tl.constexpr,  # also write low halves
-    ROUND: tl.constexpr,  # write numbers that round when a tensor core cuts them off
-    WIDTH: tl.constexpr,
-    BATCHES: tl.constexpr,
+def _transpose_tile(
+    program,
+    NUMBER: tl.constexpr,  # of the matrices, from 0 on
+    x_ptrs,
+    transposed_ptrs,
+    low_ptrs,
+    upright_ptrs,
+    sums_ptr,
+    sizes,
+    upright_stride,
+    PLANS: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Matrices transposed, as operands of a tensor core whose columns run along the reduction."""
-    program = tl.program_id(0)
+    """One tile of `_transpose_kernel`."""
+    FIRST: tl.constexpr = PLANS[NUMBER][0]
+    LOW: tl.constexpr = PLANS[NUMBER][1]
+    ROUND: tl.constexpr = PLANS[NUMBER][2]
+    WIDTH: tl.constexpr = PLANS[NUMBER][3]
+    BATCHES: tl.constexpr = PLANS[NUMBER][4]
+    IS_LAST: tl.constexpr = len(PLANS) - 1 == NUMBER
+    rows, columns, stride_b, stride_m, stride_n, _ = sizes[NUMBER]
     tiles_m = tl.cdiv(rows, BLOCK)
     tiles_n = tl.cdiv(columns, BLOCK)
     batch = (program // (tiles_m * tiles_n)).to(tl.int64)
     m = program // tiles_n % tiles_m * BLOCK + tl.arange(0, BLOCK)
     n = program % tiles_n * BLOCK + tl.arange(0, BLOCK)
-    x_tile = x_ptr + ((batch + FIRST) * stride_b + m.to(tl.int64)[:, None] * stride_m + n[None, :])
-    x = tl.trans(tl.load(x_tile, mask=(m < rows)[:, None] & (n < columns)[None, :], other=0.0))
+    inside = (m < rows)[:, None] & (n < columns)[None, :]
+    x = tl.load(x_ptrs[NUMBER] + ((batch + FIRST) * stride_b + m.to(tl.int64)[:, None] * stride_m + n[None, :]), mask=inside, other=0.0)
+    if IS_LAST:
+        for i in tl.static_range(len(upright_ptrs)):
+            upright = upright_ptrs[i] + (m.to(tl.int64)[:, None] * upright_stride + n[None, :])
+            tl.store(upright, x if i else _low_half(x), mask=inside)
+        if SUMS:
+            tl.store(sums_ptr + program // tiles_n % tiles_m * columns + n, tl.sum(x, 0), mask=n < columns)
+    x = tl.trans(x)
     if WIDTH > 0:
         at = ((n // WIDTH * BATCHES + batch) * WIDTH + n % WIDTH)[:, None] * stride_n + m[None, :]
     else:
         at = batch * columns * stride_n + n.to(tl.int64)[:, None] * stride_n + m[None, :]
     mask = (n < columns)[:, None] & (m < rows)[None, :]
-    tl.store(transposed_ptr + at, tl.where(x == x, rounded(x), x) if ROUND else x, mask=mask)
+    tl.store(transposed_ptrs[NUMBER] + at, tl.where(x == x, rounded(x), x) if ROUND else x, mask=mask)
     if LOW:
-        tl.store(low_ptr + at, _low_half(x), mask=mask)
+        tl.store(low_ptrs[NUMBER] + at, _low_half(x), mask=mask)
+
+
+@triton.jit
+def _transpose_kernel(
+    x_ptrs,  # for each of the matrices, [FIRST + B, M, N] in these strides; float32 for LOW and ROUND
+    transposed_ptrs,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up, BATCHES at least B
+    low_ptrs,  # the same shape, for LOW
+    upright_ptrs,  # none; or, of the last matrices, which are one, low halves, or low halves and a copy, as they lie
+    sums_ptr,  # [tiles of rows, N], of the last ones, for SUMS
+    sizes,  # (M, N, strides of x, the result's stride of rows, programs) for each of the matrices
+    upright_stride,
+    PLANS: tl.constexpr,  # an `operands.Transposition` for each of the matrices
+    SUMS: tl.constexpr,  # also add up the columns of each tile
+    BLOCK: tl.constexpr,
+):
+    """Matrices transposed, as operands of a tensor core whose columns run along the reduction."""
+    program = tl.program_id(0)
+    for i in tl.static_range(len(PLANS)):
+        if program >= 0 and program < sizes[i][5]:
+            _transpose_tile(
+                program, i, x_ptrs, transposed_ptrs, low_ptrs, upright_ptrs, sums_ptr, sizes, upright_stride, PLANS, SUMS, BLOCK
+            )
+        program -= sizes[i][5]
+
+
+@triton.jit
+def _spread_sums_kernel(
+    parts_ptr,  # [parts, O]
+    out_ptr,  # [.., O, I], of which the first matrix is written
+    parts,
+    num_out,
+    num_in,
+    BLOCK_R: tl.constexpr,  # of parts
+    BLOCK_N: tl.constexpr,  # of O
+    BLOCK_K: tl.constexpr,  # of I
+):
+    """``out[0, o, j]``, the sum of ``parts[:, o]``, which each program along j adds up again: they are few."""
+    tiles = tl.cdiv(num_in, BLOCK_K)
+    n = tl.program_id(0) // tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(0) % tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for first in range(0, parts, BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R)
+        mask = (r < parts)[:, None] & (n < num_out)[None, :]
+        acc += tl.load(parts_ptr + r.to(tl.int64)[:, None] * num_out + n[None, :], mask=mask, other=0.0)
+    out = out_ptr + (n.to(tl.int64)[:, None] * num_in + k[None, :])
+    tl.store(out, tl.broadcast_to(tl.sum(acc, 0)[:, None], (BLOCK_N, BLOCK_K)), mask=(n < num_out)[:, None] & (k < num_in)[None, :])
 
 
 @triton.jit

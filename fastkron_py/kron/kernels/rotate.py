@@ -264,10 +264,15 @@ def _rotate_segments_kernel(
         bits = tl.abs(z).to(tl.int32, bitcast=True)
         w = _by_a(tl.where(bits < INFINITY, z, 0.0), matrices, PLAN, PRECISION)  # a zero of A times infinity would be a neighbour's NaN
         largest = (tl.abs(w) * tl.abs(scalar(unit, tl.float32))).to(tl.int32, bitcast=True)
-        largest = tl.max(tl.max(largest.reshape(C, SIDE, SEGMENTS, SEGMENT // SIDE), 3), 1)
-        of_block = tl.max(tl.max(bits, 1).reshape(C, P // TOGETHER, TOGETHER), 2)
-        of_block = tl.broadcast_to(of_block[:, :, None], (C, P // TOGETHER, SEGMENTS * TOGETHER // P)).reshape(C, SEGMENTS)
-        scale = scale_of(tl.where(of_block < INFINITY, largest, of_block), alpha, SCALES)
+        if TOGETHER == SEGMENT // SIDE:
+            largest = tl.where(bits < INFINITY, largest, bits)
+        largest = largest.reshape(C, SIDE, SEGMENTS, SEGMENT // SIDE).permute(0, 2, 1, 3).reshape(C, SEGMENTS, SEGMENT)
+        largest = tl.max(largest, 2)  # once, which a thread begins with all its own elements
+        if TOGETHER > SEGMENT // SIDE:  # several segments have one fate
+            of_block = tl.max(tl.max(bits, 1).reshape(C, P // TOGETHER, TOGETHER), 2)
+            of_block = tl.broadcast_to(of_block[:, :, None], (C, P // TOGETHER, SEGMENTS * TOGETHER // P)).reshape(C, SEGMENTS)
+            largest = tl.where(of_block < INFINITY, largest, of_block)
+        scale = scale_of(largest, alpha, SCALES)
         number = ((first + c) * SEGMENTS)[:, None] + tl.arange(0, SEGMENTS)[None, :]
         store_scale(scales_ptr + number, scale, number * SEGMENT < size)
         inverse = (scalar(unit, tl.float32) / scale)[:, None, :, None]
@@ -276,4 +281,5 @@ def _rotate_segments_kernel(
             most = largest_number(FORMAT) / tl.abs(inverse)
             w = tl.minimum(tl.maximum(w, -most), most)
         at = ((first + c) * (8 * P))[:, None] + tl.arange(0, 8 * P)[None, :]
-        tl.store(target + at, _stored(w, inverse, FORMAT, C, P), mask=at * 2 < size)
+        # Not at * 2 < size, of which the compiler does not know that neighbours are stored together.
+        tl.store(target + at, _stored(w, inverse, FORMAT, C, P), mask=at < size // 2)
