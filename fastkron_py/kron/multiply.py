@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -162,15 +163,18 @@ class Multiply(NamedTuple):
         given = [whole if _is_all(t, whole) else t for t, whole in zip((problem.x, *problem.factors), (x, *self.factors), strict=True)]
         x_layout, layouts = Layout.of(problem.x), tuple([Layout.of(f) for f in problem.factors])
         small, itemsize = small_product(build, x, self.factors, precision, left, backward=False), max(4, x.element_size())
-        takes, is_one = build.device.type == "cpu" and fused.takes(problem.x, problem.factors), count == 1 and x.dtype != torch.float16
+        real = torch_steps.real_factors([(f.shape[-2], f.shape[-1]) for f in self.factors])
+        is_one = small is not None and len(real) == 1 and x.dtype != torch.float16
+        takes = build.device.type == "cpu" and not is_one and fused.takes(problem.x, problem.factors)
+        planned = lru_cache(maxsize=8)(partial(fused.fused, x_layout, layouts))
 
         def multiply(*given: Any) -> Tensor:
             kernel = compiled.kernel(itemsize) if takes else None
-            if small is not None and (kernel is None or is_one):
+            if small is not None and kernel is None:
                 return small(*given)
             (x, *matrices), z, (alpha, beta) = given[: count + 1], given[count + 1 : -2], given[-2:]
             if kernel is not None:
-                y = fused.fused(x_layout, layouts, alpha != 1, torch.get_num_threads())(kernel, x, matrices, alpha, shape)
+                y = planned(alpha != 1, torch.get_num_threads())(kernel, x, matrices, alpha, shape)
             else:
                 x, *matrices = [t.as_strided(v.shape, v.strides) for t, v in zip((x, *matrices), (x_layout, *layouts), strict=True)]
                 with torch_products(x, precision):
@@ -238,8 +242,8 @@ class Multiply(NamedTuple):
         operands, wholes = (problem.pack(dy), problem.x, *problem.factors), (dy, x, *self.factors)
         given = [whole if _is_all(t, whole) else t for t, whole in zip(operands, wholes, strict=True)]
         dy_layout, x_layout, *layouts = (Layout.of(t) for t in operands)
-        kernel_key = x_layout, tuple(layouts), False
-        kernel_wanted, itemsize = fused.Wanted(dy_layout, need_x, tuple(need_factors)), max(4, x.element_size())
+        planned, itemsize = lru_cache(maxsize=8)(partial(fused.fused, x_layout, tuple(layouts), False)), max(4, x.element_size())
+        kernel_wanted = fused.Wanted(dy_layout, need_x, tuple(need_factors))
         takes = build.device.type == "cpu" and any(need_factors) and fused.takes(problem.x, problem.factors, is_gradient=True)
         form = Canonical(describe((0,), x.dtype), [], problem.batch, problem.factor_batch, left)
 
@@ -247,7 +251,7 @@ class Multiply(NamedTuple):
             *factors, alpha = given
             kernel = compiled.kernel(itemsize) if takes else None
             if kernel is not None:
-                run = fused.fused(*kernel_key, torch.get_num_threads(), kernel_wanted)
+                run = planned(torch.get_num_threads(), kernel_wanted)
                 dx4, dfs = run.gradients(kernel, dy, x, factors, alpha)
             else:
                 dy, x, *factors = (
@@ -292,12 +296,12 @@ def small_product(
     shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
     count, (rows, columns) = len(factors), (1, x.shape[1]) if left else (x.shape[0], 1)
     shapes = [(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors]
-    is_native = x.dtype not in HALF_DTYPES or (x.dtype == torch.bfloat16 and torch_internals.multiplies_bfloat16())
-    is_one_product = count == 1 and not backward and is_native  # whose result is all the memory that it takes
-    if not (is_one_product or torch_steps.is_small(shapes, rows * columns)):
+    real = [shapes[i] for i in torch_steps.real_factors(shapes)]
+    is_one_product = len(real) == 1 and not backward and not widens(x.dtype)  # whose result is nearly all the memory that it takes
+    if not (is_one_product or torch_steps.is_small(real, rows * columns)):
         return None
     has_kernel = backward and build.device.type == "cpu" and compiled.is_installed() and fused.takes(x, factors, is_gradient=True)
-    if has_kernel and not torch_steps.is_least(shapes, rows * columns):
+    if has_kernel and not torch_steps.is_least(real, rows * columns):
         return None
     multiply_small = torch_steps.small_multiply(shapes, rows, columns, shape, left)
 
@@ -309,6 +313,18 @@ def small_product(
             return multiply_small(x, factors, z[0] if z else None, alpha, beta)
 
     return multiply if is_one_product else torch_steps.in_float32(multiply, x.dtype)
+
+
+def widens(dtype: torch.dtype) -> bool:
+    """Whether torch's products of a dtype on CPUs are of float32: 16-bit floats for which the CPU has no instructions."""
+    return dtype in HALF_DTYPES and not (dtype == torch.bfloat16 and torch_internals.multiplies_bfloat16())
+
+
+def plain_product(build: Builder, x: Tensor, factors: Sequence[Tensor], left: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """On a CPU the product of a matrix of x and of the only factor, of x's dtype, as one call of torch; None for another multiply."""
+    if build.device.type != "cpu" or len(factors) > 1 or x.ndim != 2 or factors[0].ndim != 2 or widens(x.dtype):
+        return None
+    return (lambda x, f: matrix_product(f, x, False)) if left else lambda x, f: matrix_product(x, f, True)
 
 
 def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:

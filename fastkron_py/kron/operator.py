@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastkron_py.kron.checks import result_shape
 from fastkron_py.kron.kron_plan import families
-from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_of, small_product, wanted
+from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, plain_product, scale_of, small_product, wanted
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.builder import Builder, describe
@@ -55,7 +55,9 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = Fals
     may_differentiate = is_plain and x.numel() and y.numel() and all([f.dtype == x.dtype for f in factors])
     differentiable = small_product(build, x, factors, precision, left, backward=True) if may_differentiate else None
     shape = (*shape[:-2], shape[-2 if left else -1]) if is_vector else shape
-    return build.program([y], [shape], differentiable=differentiable)
+    program = build.program([y], [shape], differentiable=differentiable)
+    program.plain = plain_product(build, x, factors, left) if may_differentiate and alpha == 1 and z is None and not is_vector else None
+    return program
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:

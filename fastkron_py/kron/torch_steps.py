@@ -240,18 +240,16 @@ def is_small(shapes: Shapes, elements: int) -> bool:
 
 
 def is_least(shapes: Shapes, elements: int) -> bool:
-    """Whether autograd takes less time for a small multiply than the CPU kernel's gradients: one factor, or two and little.
-
-    Factors of one element do not count.
-    """
-    wide, most = [s for s in shapes if tuple(s) != (1, 1)], max([math.prod(side) for side in zip(*shapes, strict=True)])
-    return len(wide) < 2 or (len(wide) == 2 and elements * most <= LEAST_ELEMENTS)
+    """Whether autograd takes less time for a small multiply than the CPU kernel's gradients: one real factor, or two and little."""
+    most = max([math.prod(side) for side in zip(*shapes, strict=True)])
+    return len(shapes) < 2 or (len(shapes) == 2 and elements * most <= LEAST_ELEMENTS)
 
 
 def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ...], is_transposed: bool) -> Callable[..., Tensor]:
     """A function of x, the factors, z or None, alpha and beta to the result, which is contiguous.
 
-    x has rows * K * columns elements in this order, of any shape and strides. z expands to the result's shape.
+    Factors of one element scale x or the smallest of the others, whichever has fewer elements. x has rows * K * columns elements in this
+    order, of any shape and strides. z expands to the result's shape.
 
     Args:
         shapes: (P_i, Q_i) of the factors.
@@ -260,22 +258,37 @@ def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ..
         shape: of the result.
         is_transposed: whether factors are ``[Q_i, P_i]``, as the left form has them: autograd would otherwise see two transposes.
     """
-    steps = [(s.first, s.last, _small_product(s, rows, columns, is_transposed)) for s in steps_of(tuple(shapes))]
+    places = real_factors(shapes)
+    steps = [(s.first, s.last, _small_product(s, rows, columns, is_transposed)) for s in steps_of(tuple([shapes[i] for i in places]))]
+    units, smallest = (
+        [i for i in range(len(shapes)) if i not in places],
+        min(range(len(places)), key=lambda i: math.prod(shapes[places[i]])),
+    )
+    scales_x = rows * columns * math.prod([p for p, _ in shapes]) < math.prod(shapes[places[smallest]])
 
     def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
-        y = x if x.is_contiguous() else x[None]
+        y, matrices = x if x.is_contiguous() else x[None], [factors[i] for i in places]
+        if units:
+            scale = reduce(torch.mul, [factors[i] for i in units])
+            if scales_x:
+                y = y * scale
+            else:
+                matrices[smallest] = matrices[smallest] * scale
         for first, last, multiply_mode in steps:
-            y = multiply_mode(y, factors[first] if last == first + 1 else multiplied_out(factors[first:last]))
+            y = multiply_mode(y, matrices[first] if last == first + 1 else multiplied_out(matrices[first:last]))
         return scaled(y.contiguous().reshape(shape), z, alpha, beta)
 
     return multiply
 
 
+def real_factors(shapes: Shapes) -> list[int]:
+    """The numbers of the factors with more than one element, or of the first one."""
+    return [i for i, s in enumerate(shapes) if tuple(s) != (1, 1)] or [0]
+
+
 def _small_product(step: Step, rows: int, columns: int, is_transposed: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """A function of a mode ``[n, P, after]`` and its factor to the product, with its elements in order ``[n, Q, after]``."""
     p, q, count, after = step.p, step.q, rows * step.before, step.after * columns
-    if p == q == 1:
-        return torch.mul
     if after == 1:
         return lambda x, f: matrix_product(x.reshape(count, p), f.mT if is_transposed else f, True)
     if count == 1:

@@ -233,6 +233,9 @@ class Operator:
             return partial(self._by_autograd, program) if program.differentiable is not None else Differentiable(self, tensors, program)
         if not self._is_single:
             return lambda given, options: self._shown(self._results(program, given, options))
+        plain = program.plain
+        if plain is not None:
+            return lambda given, options: plain(*given)
         return lambda given, options: program(given, self._numbers(options))[0]
 
     def _by_autograd(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:

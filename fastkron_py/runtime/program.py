@@ -164,6 +164,7 @@ class Program:
     Attributes:
         differentiable: a function of the inputs and scalars to the one result, of few operations that autograd differentiates in less time
             than an autograd function and its backward pass take.
+        plain: a function of the inputs to the one result, which is one product of torch and no view: called where no gradient is wanted.
         saved: the number of its results, the last ones, that are intermediates for the backward pass.
     """
 
@@ -191,6 +192,7 @@ class Program:
         self._steps, self._pool, self._results = tuple(steps), pool, tuple(results)
         self._inputs, self._itemsize, self._small = len(inputs), inputs[0].element_size(), small
         self.differentiable: Callable[..., Tensor] | None = None
+        self.plain: Callable[..., Tensor] | None = None
         self.saved = 0
         self.has_scalars = any([isinstance(s, Scalar) for step in steps for s in step.scalars])
         self._has_calls = any([step.results is not None for step in steps])
@@ -460,8 +462,30 @@ class _Straight:
 
     # ---- the run ---------------------------------------------------------------------------------
 
+    def _one_call(self) -> Run | None:
+        """The run, without lists of values, of one call of torch on inputs and to results as they are; None for another program."""
+        if len(self._ops) != 1 or self._made or self._ops[0][0] is not None:
+            return None
+        (step,), results = self._program._steps, self._program._results
+        is_whole = step.results == tuple([number for number, _ in results]) and not any([shape is not None for _, shape in results])
+        if not is_whole or any([view.shape is not None for view in step.operands]):
+            return None
+        function, operands = step.run, picker([self._tensors[view.source] for view in step.operands])
+        constants = tuple([s for s in step.scalars if not isinstance(s, Scalar)])
+        at = iter(range(-len(constants), 0))
+        numbers = picker([s.index if isinstance(s, Scalar) else next(at) for s in step.scalars])
+
+        def run(given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
+            found = function(*operands(given), *numbers(scalars + constants))
+            return [found] if isinstance(found, Tensor) else found
+
+        return run
+
     def run(self) -> Run:
         """The function that runs them."""
+        alone = self._one_call()
+        if alone is not None:
+            return alone
         program, ops, by_address, pool, data_ptr = self._program, self._ops, self._by_address, self._program._pool, Tensor.data_ptr
         shapes, strides = [shape for shape, _ in self._made], [strides for _, strides in self._made]
         offsets = [offset for _, offset, *_ in pool.parts]

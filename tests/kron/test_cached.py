@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial, partialmethod
@@ -483,6 +484,27 @@ def test_torchs_backend_is_served_too(spy: CacheSpy, monkeypatch: pytest.MonkeyP
         for _ in range(3):
             check(draw(device))
     assert took(spy) == (2, 2)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_one_product_is_called_in_few_frames(left: bool) -> None:
+    """A cached call of one factor on a CPU runs no program; its result may be changed in place, also with a gradient."""
+    x, f, bias = torch.randn(3, 3), torch.randn(3, 3), torch.randn(3, 3, requires_grad=True)
+    run, frames = (lambda: fastkron_py.kron_matmul_left([f], x)) if left else (lambda: kron_matmul(x, [f])), list[str]()
+    with fastkron_py.backend("torch"):
+        run()
+        sys.setprofile(lambda frame, event, _: frames.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+        assert len(frames) <= 15, frames
+        with torch.no_grad():
+            y = run()
+    y.add_(bias)
+    y.sum().backward()
+    assert torch.equal(bias.grad, torch.ones(3, 3))  # type: ignore[arg-type]
+    assert_near(y.detach(), (f @ x if left else x @ f) + bias.detach())
 
 
 def test_added_tensors_and_scalars_with_gradients(spy: CacheSpy, device: torch.device) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from canonical_cases import LAYOUTS, by_factors, expected_gradients, problem
 
+import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron import torch_backend, torch_steps
 from fastkron_py.kron.cpu import compiled
@@ -229,6 +230,7 @@ def test_memory_stays_within_the_result_and_two_chunks(monkeypatch):
         [(4, 4), (1, 3)],
         [(1, 3), (4, 1), (1, 1)],  # which scales a matrix
         [(1, 1), (30, 40), (1, 1)],  # which scale x
+        [(3, 1), (1, 1), (2, 5)],  # which scales a matrix
         [(1, 1), (1, 1), (1, 1)],
     ],
     ids=str,
@@ -247,6 +249,18 @@ def test_small_products_and_their_recorded_gradients(left, shapes):
     assert_close(y.detach(), truth.detach())
     for got, wanted in zip(torch.autograd.grad(y, arguments, dy), gradients, strict=True):
         assert_close(got, wanted, magnitude=wanted.abs().max().expand_as(wanted))
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan])
+def test_infinities_beside_factors_of_one_element(rows, scale):
+    """They spread as in the dense product, whether x or the other factor is scaled."""
+    x, f, one = normal(rows, 3), normal(3, 4), torch.full((1, 1), scale, dtype=torch.float64)
+    x[0, 0], f[1, 2] = math.inf, 0.0
+    for factors in ([one, f], [f, one, one]):
+        truth = x @ reference.kron_dense(factors)
+        assert torch.equal(fastkron_py.kron_matmul(x, factors).isnan(), truth.isnan())
+        assert torch.equal(fastkron_py.kron_matmul_left([g.mT for g in factors], x.mT).isnan(), truth.isnan().mT)
 
 
 def test_wide_factors_of_bfloat16_where_the_cpu_multiplies_it(monkeypatch):
