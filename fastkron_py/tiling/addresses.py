@@ -165,9 +165,12 @@ def slice_index(first, i, BLOCK_S: tl.constexpr, before, after, HEAD: tl.constex
 
 
 @triton.jit
-def slice_mask(first, i, num_slices, EVEN: tl.constexpr):
-    """Which of slices ``first + i``, i = [0, BLOCK_S), exist; EVEN: BLOCK_S divides num_slices, so all do."""
-    return i >= 0 if EVEN else first + i < num_slices
+def slice_mask(first, i, num_slices, EVEN: tl.constexpr, RUN: tl.constexpr):
+    """Which of slices ``first + i``, i = [0, BLOCK_S), exist; EVEN: all do. RUN divides num_slices, else it is 1: see `split_index`."""
+    if EVEN:
+        return i >= 0
+    else:
+        return tl.max_constancy(first + i < num_slices, RUN)  # a vector exists or not
 
 
 @triton.jit

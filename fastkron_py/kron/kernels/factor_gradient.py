@@ -42,11 +42,12 @@ def _factor_gradient_kernel(
     batch = (tile // (BLOCKS_Q * BLOCKS_P) % num_batches).to(tl.int64)
     split = (tile // (BLOCKS_Q * BLOCKS_P) // num_batches).to(tl.int64)
     acc = tl.zeros((BLOCK_P * PARTS, BLOCK_Q * PARTS), ACC)
-    for start in range(0, slices_per_split, BLOCK_S):
-        first = split * slices_per_split + start
+    begin = split * slices_per_split
+    for start in range(0, tl.minimum(num_slices - begin, slices_per_split), BLOCK_S):
+        first = begin + start
         i = tl.arange(0, BLOCK_S)
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
-        mask_s = slice_mask(first, i, num_slices, EVEN)
+        mask_s = slice_mask(first, i, num_slices, EVEN, RUN)
         u = load_slices(u_ptr + slice_offsets(u_strides, batch, sl, sj, sa), mask_s, first_p, u_strides[3], P, BLOCK_P, PARTS, TAIL)
         g = load_slices(g_ptr + slice_offsets(g_strides, batch, sl, sj, sa), mask_s, first_q, g_strides[3], Q, BLOCK_Q, PARTS, TAIL)
         acc = dot(tl.trans(u.to(COMPUTE)), g.to(COMPUTE), acc, PRECISION)

@@ -126,7 +126,7 @@ def _fused_multiply_bwd_kernel(
         first = tl.cast(tile, tl.int64) * BLOCK_S
         i = tl.arange(0, BLOCK_S)
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
-        mask_s = slice_mask(first, i, num_slices, EVEN)
+        mask_s = slice_mask(first, i, num_slices, EVEN, RUN)
         mask_p, mask_q = mask_s[:, None] & valid_p[None, :], mask_s[:, None] & valid_q[None, :]
         g_rows = g_ptr + slice_offsets(g_strides, batch, sl, sj, sa)
         g = load_elements(g_rows[:, None] + q.to(tl.int64)[None, :] * g_strides[3], mask_q, PARTS, TAIL)

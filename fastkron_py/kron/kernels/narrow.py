@@ -60,7 +60,7 @@ def _narrow_multiply_fwd_kernel(
         first = (tile // BLOCKS_Q % blocks_s).to(tl.int64) * BLOCK_S
         i = tl.arange(0, BLOCK_S)
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
-        mask_s = slice_mask(first, i, num_slices, EVEN)
+        mask_s = slice_mask(first, i, num_slices, EVEN, RUN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         acc = tl.zeros((BLOCK_Q, BLOCK_S), ACC)
         imaginary = tl.zeros((BLOCK_Q, BLOCK_S), ACC)
@@ -127,7 +127,7 @@ def _narrow_multiply_bwd_kernel(
         first = tl.cast(tile, tl.int64) * BLOCK_S
         i = tl.arange(0, BLOCK_S)
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
-        mask_s = slice_mask(first, i, num_slices, EVEN)[None, :]
+        mask_s = slice_mask(first, i, num_slices, EVEN, RUN)[None, :]
         g_rows = g_ptr + slice_offsets(g_strides, batch, sl, sj, sa)[None, :]
         u_rows = u_ptr + slice_offsets(u_strides, batch, sl, sj, sa)[None, :]
         g = tl.load(g_rows + q.to(tl.int64) * g_strides[3], mask=mask_s & (q < Q), other=0.0).to(ACC)[None, :, :]

@@ -70,7 +70,7 @@ def _sliced_multiply_fwd_kernel(
         first = (tile // BLOCKS_Q % blocks_s).to(tl.int64) * BLOCK_S
         i = tl.arange(0, BLOCK_S)
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
-        mask_s = slice_mask(first, i, num_slices, EVEN)
+        mask_s = slice_mask(first, i, num_slices, EVEN, RUN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         acc = tl.zeros((BLOCK_S, BLOCK_Q * PARTS), ACC)
         if RESIDENT:
@@ -188,7 +188,7 @@ def _fused_multiply_fwd_kernel(
         first = (tile % blocks_s).to(tl.int64) * BLOCK_S
         i = tl.arange(0, BLOCK_S)
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
-        mask_s = slice_mask(first, i, num_slices, EVEN)
+        mask_s = slice_mask(first, i, num_slices, EVEN, RUN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         mask = mask_s[:, None] & valid_p[None, :]
         t = load_elements(x_rows[:, None] + p.to(tl.int64)[None, :] * x_strides[3], mask, PARTS, TAIL).to(ACC)
