@@ -16,6 +16,7 @@ from fastkron_py.kron.api import ArrayT, kron_matmul
 from fastkron_py.kron.api import Scalar as Scale
 from fastkron_py.kron.families.butterfly import takes_transform, transform
 from fastkron_py.kron.hadamard_orders import constants_of, factor_sizes, matrices, padded_matrix, shrunk, split
+from fastkron_py.kron.plan.steps import is_even
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.backend import backend_of_call, choose_backend, is_interpreting
@@ -231,7 +232,7 @@ def hadamard_launch(x: Tensor, matrix: Tensor | None, m: int, bits: int) -> Laun
         "ORDER": found.order,
         "PHASES": tuple([tuple(phase) for phase in found.phases]),
         "COUNT": len(found.phases),
-        "EVEN": m << bits == found.row and x.shape[0] % at_once == 0,
+        "EVEN": m << bits == found.row and is_even(x.shape[0], 1, at_once),
         "WARPS": found.num_warps,
         "num_warps": found.num_warps,
         "maxnreg": _REGISTERS if m > 1 else None,

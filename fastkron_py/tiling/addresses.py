@@ -166,11 +166,11 @@ def slice_index(first, i, BLOCK_S: tl.constexpr, before, after, HEAD: tl.constex
 
 @triton.jit
 def slice_mask(first, i, num_slices, EVEN: tl.constexpr, RUN: tl.constexpr):
-    """Which of slices ``first + i``, i = [0, BLOCK_S), exist; EVEN: BLOCK_S divides num_slices, so all do.
-
-    RUN divides num_slices, so a run exists or does not: the compiler sees it by this form, and keeps loads of several slices.
-    """
-    return i >= 0 if EVEN else first + i // RUN * RUN < num_slices
+    """Which of slices ``first + i``, i = [0, BLOCK_S), exist; EVEN: all do. RUN divides num_slices, else it is 1: see `split_index`."""
+    if EVEN:
+        return i >= 0
+    else:
+        return tl.max_constancy(first + i < num_slices, RUN)  # a vector exists or not
 
 
 @triton.jit

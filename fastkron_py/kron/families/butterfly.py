@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fastkron_py.kron.plan.steps import Launch, steps_of
+from fastkron_py.kron.plan.steps import Launch, is_even, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import HOPPER
@@ -313,17 +313,17 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """The one launch of the steps; it has no configurations to tune."""
     from fastkron_py.runtime.launch import LaunchConfig
 
-    strides, num_slices = problem.factor_strides, problem.num_slices
+    strides, (_, rows, before, after) = problem.factor_strides, problem.shape
     found = small_factors(tuple([step.p for step in problem.launch.steps]), problem.itemsize)
     at_once = 1 << found.tile - found.bits
-    programs = math.ceil(num_slices / at_once)
+    programs = math.ceil(problem.num_slices / at_once)
     arguments = problem.common | {
         "programs": programs,
         "BITS": found.bits,
         "TILE": found.tile,
         "PHASES": tuple([(*phase[:3], tuple([(*group, *strides[group.factor][1:]) for group in phase.modes])) for phase in found.phases]),
         "COUNT": len(found.phases),
-        "EVEN": num_slices % at_once == 0,
+        "EVEN": is_even(rows, before * after, at_once),
         "num_warps": found.num_warps,
     }
     return (LaunchConfig(kernel(), (problem.shape[0] * programs,), arguments),)

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits_of, without
-from fastkron_py.kron.plan.steps import DOT_SIDE, ChainWork, Ends, Launch, Step, balanced, chain_work, merged, run_of, steps_of
+from fastkron_py.kron.plan.steps import DOT_SIDE, ChainWork, Ends, Launch, Step, balanced, chain_work, is_even, merged, run_of, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 
@@ -391,12 +391,12 @@ def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchC
     """Launch configurations for the register-resident kernel: with tiles of a loop loaded ahead, where they can be, and without."""
     from fastkron_py.runtime.launch import LaunchConfig
 
-    batches, _, before, after = problem.shape
-    steps, common, num_slices = problem.launch.steps, problem.common, problem.num_slices
+    batches, rows, before, after = problem.shape
+    steps, common = problem.launch.steps, problem.common
     head, tail = common["HEAD"], common["TAIL"]
     plan = chained_layout(steps, config.block_s, config.num_warps, problem.dtype.itemsize, (tail, tail or problem.mode_stride > 0))
     run = run_of(before, after, config.block_s) if head or tail else config.block_s
-    num_tiles = batches * math.ceil(num_slices / config.block_s)
+    num_tiles = batches * math.ceil(problem.num_slices / config.block_s)
     loop = config.programs_per_sm > 0 and batches == 1
     p_sizes, q_sizes = tuple(s.p for s in steps), tuple(s.q for s in steps)
     p_pads, q_pads = (tuple(map(chained_pad, sizes)) for sizes in (p_sizes, q_sizes))
@@ -420,7 +420,7 @@ def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchC
         "WARPGROUP": config.warpgroup,
         "LOOP": loop,
         "RUN": run,
-        "EVEN": num_slices % config.block_s == 0,
+        "EVEN": is_even(rows, before * after, config.block_s),
         "THREE": problem.passes == 3,
         "ROUND": _ROUND[str(problem.dtype).removeprefix("torch.")],
         "num_warps": config.num_warps,

@@ -48,6 +48,7 @@ class Figures(NamedTuple):
     """Of tiles, and of gradients."""
 
     single_slices: int  # of a tile of a single step, at most
+    large_tile: int  # float64 numbers of a tile of a chain of many slices
     large_chain: int  # real numbers of a slice, beyond which two tiles do not fit on a multiprocessor
     gradient_programs: Mapping[int, int]  # of a multiprocessor, by bytes of a number
     gradient_splits: int  # of a factor's gradient, whose tiles are small, for each multiprocessor
@@ -124,12 +125,12 @@ def chain_configs(launch: Launch, mode: Mode, before: int) -> tuple[ChainConfig,
     block_s = max(block_s, least)
     warps = 8 if block_s * width > 4096 or itemsize == 8 else 4
     smaller = max(least, block_s // 2)
-    # Many slices of steps of 16 and 32 in float64 take large tiles of few warps: 32^4 took 234 us and not 335, 32^3 393 and not 513 (H100).
-    large, sides = max(block_s, CHAIN_TILE[8] // width), [side for s in launch.steps for side in (s.p, s.q)]
-    is_large = itemsize == 8 and gpu.has_float64_cores and launch.parts == 1 and width >= 1024 and min(sides) >= DOT_SIDE
+    # Many slices of steps from 16 on take large tiles in float64: 1024 x 16^4 took 774 us and not 860, 32^3 397 and not 513 (H100).
+    large, sides = max(block_s, figures(Figures, name, gpu).large_tile // width), [side for s in launch.steps for side in (s.p, s.q)]
+    is_large = itemsize == 8 and gpu.has_float64_cores and launch.parts == 1 and min(sides) >= DOT_SIDE
     is_large = is_large and mode.batches * mode.slices >= 4 * gpu.multiprocessors * large
     configs = (
-        *([ChainConfig(large, 4, 3, 2)] if is_large else []),
+        *([ChainConfig(large, 8, 3, 2)] if is_large else []),
         ChainConfig(block_s, warps, 3 if warps == 4 else 2, 2),
         ChainConfig(block_s, warps, 1, 1),
         ChainConfig(smaller, 4, 1, 1),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.kron.families import tile
 from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
-from fastkron_py.kron.plan.steps import DOT_SIDE, padded, run_of
+from fastkron_py.kron.plan.steps import DOT_SIDE, padded, run_of, tile_constants
 from fastkron_py.kron.problem import MICROSECOND, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import SECTOR_BYTES, next_power_of_two
@@ -253,9 +253,10 @@ def _factor_launch(problem: GroupProblem, config: FactorConfig) -> GradientLaunc
     from fastkron_py.runtime.launch import LaunchConfig
     from fastkron_py.tiling.products import arithmetic
 
-    (groups, _, before, after), (p, q), parts = problem.shape, problem.sizes, problem.parts
+    groups, (p, q), parts = problem.shape[0], problem.sizes, problem.parts
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, True)
-    arguments = problem.addresses | {
+    arguments = problem.addresses | tile_constants(problem.shape, config.block_s)
+    arguments |= {
         "P": p,
         "Q": q,
         "COMPUTE": compute,
@@ -264,11 +265,8 @@ def _factor_launch(problem: GroupProblem, config: FactorConfig) -> GradientLaunc
         "PARTS": parts,
         "slices_per_split": config.slices_per_split,
         "num_batches": groups,
-        "BLOCK_S": config.block_s,
         "BLOCK_P": config.block_p // parts,
         "BLOCK_Q": config.block_q // parts,
-        "RUN": run_of(before, after, config.block_s),
-        "EVEN": problem.num_slices % config.slices_per_split == 0,
         "num_warps": config.num_warps,
     }
     grid = (math.ceil(parts * p / config.block_p) * math.ceil(parts * q / config.block_q) * groups * config.splits,)

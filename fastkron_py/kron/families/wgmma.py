@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.families import tile
-from fastkron_py.kron.plan.steps import Launch, Step, run_of
+from fastkron_py.kron.plan.steps import Launch, Step, is_even, run_of
 from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, WORD, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import VECTOR_BYTES
@@ -199,6 +199,7 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
                 (1, _vector(along_p, (batch, along_q), mode.itemsize)),
             ),
             "STRIDES": (along_x if is_fixed or along_x == 1 else -1, along_p),
+            "DIVISOR": math.gcd(mode.p, BLOCK_K),
             "EPILOGUE": common["EPILOGUE"],
         },
         common,
@@ -235,7 +236,7 @@ def gradient_launch(problem: GroupProblem) -> GradientLaunch:
     from fastkron_py.kron.gradient_problem import GradientLaunch
     from fastkron_py.kron.kernels.epilogues import epilogue_plain
 
-    mode, addresses = problem.mode, problem.addresses
+    mode, addresses, (_, rows, before, after) = problem.mode, problem.addresses, problem.shape
     config = gradient_config(mode)
     size = mode.p * mode.q
     fastest = 4 if addresses["TAIL"] else 2 if addresses["HEAD"] else 1
@@ -259,6 +260,7 @@ def gradient_launch(problem: GroupProblem) -> GradientLaunch:
             "k_strides": along,
             "STRIDES": along,
             "VECTORS": tuple((1, v) for v in vectors),
+            "DIVISOR": BLOCK_K if is_even(rows, before * after, BLOCK_K) else math.gcd(before * after, BLOCK_K),
             "EPILOGUE": epilogue_plain,
             "alpha": 0,
             "beta": 0,
@@ -310,7 +312,6 @@ def _launch(
         "items": config.items,
         "WHERE": (head, tail, fastest % BLOCK_M == 0),
         "WHERE_K": (head, tail, fastest % BLOCK_K == 0),
-        "EVEN": depth % BLOCK_K == 0,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": config.block_n,
         "BLOCK_K": BLOCK_K,

@@ -160,13 +160,20 @@ def _mode_offsets(p, stride, STRIDE: gl.constexpr):
 
 
 @gluon.jit
+def _exists(i, place, TILE: gl.constexpr):
+    """Which of a tile's slices exist, as a column; a run of less than a tile divides their number."""
+    RUN: gl.constexpr = _of(TILE, "RUN")
+    return slice_mask(place[1], i, place[2], _of(TILE, "EVEN"), RUN if _of(TILE, "BLOCK_S") > RUN else 1)[:, None]
+
+
+@gluon.jit
 def _tile_pointers(x_ptr, x_strides, place, LAYOUT: gl.constexpr, TILE: gl.constexpr):
     """(pointers, mask) of x's elements of a tile ``[BLOCK_S, prod(P_PADS)]``."""
     STRIDES: gl.constexpr = _of(TILE, "STRIDES")
     BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
     i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
     p = gl.arange(0, _of(TILE, "LOAD")[3][1], gl.SliceLayout(0, LAYOUT))
-    mask = slice_mask(place[1], i, place[2], _of(TILE, "EVEN"), _of(TILE, "RUN"))[:, None]
+    mask = _exists(i, place, TILE)
     if _of(TILE, "PADDED"):
         p, valid = padded_index(p, _of(TILE, "P_SIZES"), _of(TILE, "P_PADS"))
         mask = mask & valid[None, :]
@@ -272,7 +279,7 @@ def _store_modes(
     t = gl.convert_layout(gl.reshape(t, [BLOCK_S, STORE[3][1]]), LAYOUT)
     i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
     q = FIRST_Q + gl.arange(0, STORE[3][1], gl.SliceLayout(0, LAYOUT))
-    mask = slice_mask(place[1], i, place[2], _of(TILE, "EVEN"), _of(TILE, "RUN"))[:, None] & (q >= 0)[None, :]
+    mask = _exists(i, place, TILE) & (q >= 0)[None, :]
     if _of(TILE, "PADDED"):
         q, valid = padded_index(q, _of(TILE, "Q_SIZES"), _of(TILE, "Q_PADS"))
         mask = mask & valid[None, :]

@@ -68,7 +68,7 @@ def _row_offsets(
 
 
 # OPTIONS, an operand's constants: 0 for the left and 1 for the right one; whether rows, and k, are slices; its ALONG_ROWS, STRIDES (-1:
-# no constant) and VECTORS; and WHERE, WHERE_K and EVEN.
+# no constant) and VECTORS; and WHERE, WHERE_K and DIVISOR.
 
 
 @gluon.jit
@@ -96,12 +96,12 @@ def _tile_offsets(rows, first, k, depth, operand, slices, OPTIONS: gl.constexpr,
 
 
 @gluon.jit
-def _load(ptr, offsets, first, k, depth, EVEN: gl.constexpr):
+def _load(ptr, offsets, first, k, depth, DIVISOR: gl.constexpr, BLOCK_K: gl.constexpr):
     """A tile; 0 from the last column on."""
-    if EVEN:
+    if DIVISOR == BLOCK_K:
         return gl.load(ptr + offsets)
     else:
-        return gl.load(ptr + offsets, mask=(first + k < depth)[None, :], other=0.0)
+        return gl.load(ptr + offsets, mask=gl.max_constancy(first + k < depth, DIVISOR)[None, :], other=0.0)
 
 
 @gluon.jit
@@ -123,7 +123,6 @@ def _bring(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.co
     ptr, strides, _stride = operand
     buffer, low_buffer, full, empty = buffers
     SIDE: gl.constexpr = OPTIONS[0]
-    EVEN: gl.constexpr = OPTIONS[8]
     BLOCK: gl.constexpr = BLOCKS[SIDE]
     BLOCK_K: gl.constexpr = BLOCKS[2]
     STAGES: gl.constexpr = RING[0]
@@ -138,11 +137,11 @@ def _bring(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.co
         rows = batch * strides[0] + _row_offsets(first, i, sizes[SIDE], strides, slices, OPTIONS[1], BLOCK, OPTIONS[6])
         at = begin * BLOCK_K
         last = (begin + count - 1) * BLOCK_K
-        ahead = _load(ptr, _tile_offsets(rows, at, k, depth, operand, slices, OPTIONS, BLOCK_K), at, k, depth, EVEN)
+        ahead = _load(ptr, _tile_offsets(rows, at, k, depth, operand, slices, OPTIONS, BLOCK_K), at, k, depth, OPTIONS[8], BLOCK_K)
         for _block in range(0, count):
             here = ahead
             at = gl.minimum(at + BLOCK_K, last)
-            ahead = _load(ptr, _tile_offsets(rows, at, k, depth, operand, slices, OPTIONS, BLOCK_K), at, k, depth, EVEN)
+            ahead = _load(ptr, _tile_offsets(rows, at, k, depth, operand, slices, OPTIONS, BLOCK_K), at, k, depth, OPTIONS[8], BLOCK_K)
             s = step % STAGES
             mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
             store_made(buffer.index(s), low_buffer.index(s), here, RING[2])
@@ -173,7 +172,7 @@ def _copy(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.con
             offsets = _tile_offsets(rows, at, k, depth, operand, slices, OPTIONS, BLOCK_K)
             s = step % STAGES
             mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
-            if OPTIONS[8]:  # EVEN
+            if OPTIONS[8] == BLOCK_K:
                 begin_copy(buffer.index(s), ptr + offsets)
             else:
                 # Runs end with the depth: all of one are copied, or none.
@@ -239,7 +238,7 @@ def _store(sums, first_n, where, OPTIONS: gl.constexpr, SUMS: gl.constexpr, WIDT
     gl.store(out_ptr + offsets, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["alpha", "beta", "height", "steps_per_split", "items"])
+@gluon.jit(do_not_specialize=["alpha", "beta", "height", "depth", "steps_per_split", "items"])
 def _wide_product_kernel(
     left_ptr,  # x or u, [B, L, before, P, after]
     right_ptrs,  # the factor [B, P, Q], or g [B, L, before, Q, after]; one
@@ -266,7 +265,7 @@ def _wide_product_kernel(
     ALONG_ROWS: gl.constexpr,  # for each operand, whether neighbouring rows, not k, are consecutive in memory
     STRIDES: gl.constexpr,  # the same where they are constants, else -1
     VECTORS: gl.constexpr,  # neighbours along rows, and along k, that are one run at a multiple of their number
-    EVEN: gl.constexpr,  # BLOCK_K divides the depth
+    DIVISOR: gl.constexpr,  # of BLOCK_K and of the depth, the largest; or a smaller one, of the depth for any number of rows
     EPILOGUE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -286,8 +285,8 @@ def _wide_product_kernel(
     sizes = (height, width, depth, steps_per_split, batches, items)
     BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
     RING: gl.constexpr = (STAGES, FLUSH, PRECISION, IS_COPIED)
-    LEFT: gl.constexpr = (0, IS_SLICES[0], IS_SLICES[1], ALONG_ROWS[0], STRIDES[0], VECTORS[0], WHERE, WHERE_K, EVEN)
-    RIGHT: gl.constexpr = (1, IS_SLICES[2], IS_SLICES[3], ALONG_ROWS[1], STRIDES[1], VECTORS[1], WHERE, WHERE_K, EVEN)
+    LEFT: gl.constexpr = (0, IS_SLICES[0], IS_SLICES[1], ALONG_ROWS[0], STRIDES[0], VECTORS[0], WHERE, WHERE_K, DIVISOR)
+    RIGHT: gl.constexpr = (1, IS_SLICES[2], IS_SLICES[3], ALONG_ROWS[1], STRIDES[1], VECTORS[1], WHERE, WHERE_K, DIVISOR)
     result = (out_ptr, z_ptr, out_strides, z_strides, alpha, beta)
     lefts = (left_ptr, left_strides, k_strides[0])
     rights = (right_ptrs[0], right_strides, k_strides[1])

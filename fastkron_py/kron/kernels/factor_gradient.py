@@ -42,8 +42,9 @@ def _factor_gradient_kernel(
     batch = (tile // (BLOCKS_Q * BLOCKS_P) % num_batches).to(tl.int64)
     split = (tile // (BLOCKS_Q * BLOCKS_P) // num_batches).to(tl.int64)
     acc = tl.zeros((BLOCK_P * PARTS, BLOCK_Q * PARTS), ACC)
-    for start in range(0, slices_per_split, BLOCK_S):
-        first = split * slices_per_split + start
+    begin = split * slices_per_split
+    for start in range(0, tl.minimum(num_slices - begin, slices_per_split), BLOCK_S):
+        first = begin + start
         i = tl.arange(0, BLOCK_S)
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         mask_s = slice_mask(first, i, num_slices, EVEN, RUN)

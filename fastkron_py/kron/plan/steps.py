@@ -14,6 +14,7 @@ from fastkron_py.runtime.gpu import VECTOR_BYTES
 # The smallest side of a tensor-core product in Triton.
 DOT_SIDE: Final = 16
 HALF_VECTOR: Final = VECTOR_BYTES // 2  # 16-bit floats
+USUAL_ROWS: Final = 256  # multiples of it, and powers of two, are usual numbers of rows
 
 Ends = tuple[int, ...]  # of steps: the first factor, then one past the last factor of each
 
@@ -167,11 +168,20 @@ def run_of(before: int, after: int, block_s: int) -> int:
     return math.gcd(after if after != 1 else before, block_s)
 
 
+def is_even(rows: int, size: int, block: int) -> bool:
+    """Whether kernels leave out masks of blocks of rows of this size.
+
+    They do if blocks divide every number of rows, or these and they are a usual number: it is worth a kernel of its own, others share one.
+    """
+    is_usual = rows & (rows - 1) == 0 or rows % USUAL_ROWS == 0
+    return size % block == 0 or (is_usual and rows * size % block == 0)
+
+
 def tile_constants(shape: tuple[int, int, int, int], block_s: int) -> dict[str, Any]:
     """The constants of a kernel on tiles of block_s slices, of an operand with this (B, L, before, after) around its modes."""
     _, rows, before, after = shape
     return {
         "BLOCK_S": block_s,
         "RUN": run_of(before, after, block_s),
-        "EVEN": rows * before * after % block_s == 0,
+        "EVEN": is_even(rows, before * after, block_s),
     }

@@ -16,7 +16,7 @@ from fastkron_py.kron.families.tile import (
     single_configs,
     single_shared_memory,
 )
-from fastkron_py.kron.plan.steps import Launch, Step
+from fastkron_py.kron.plan.steps import Launch, Step, is_even
 from fastkron_py.kron.problem import Mode
 from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 
@@ -50,6 +50,14 @@ def test_shrinking_launches_run_first():
     assert [launch.start for launch in launches] == [0, 1]
     launches = planned((10, 100), (100, 10), 10**6, families=PLAIN)
     assert [launch.start for launch in launches] == [1, 0]
+
+
+def test_masks_do_not_depend_on_unusual_rows():
+    assert is_even(395, 64, 32)  # for all rows
+    assert is_even(512, 36, 32)
+    assert is_even(768, 1, 32)
+    assert not is_even(512, 36, 64 * 512)
+    assert not is_even(416, 1, 32)  # divides them too, but other numbers of rows would share no kernel with them
 
 
 @given(
