@@ -396,17 +396,20 @@ def test_groups_that_are_not_finite(backend_name: str, device: torch.device) -> 
 def test_neighbours_of_segments_that_are_not_finite(backend_name: str, device: torch.device) -> None:
     """Rows that share a program's tile, and segments of a row that share no block of the matrix: each has its own numbers."""
     torch.manual_seed(0)
-    for factors, size in (([1, Hadamard(128)], None), ([4, Hadamard(32)], 32), ([2, Hadamard(64)], 32), ([4, Hadamard(32)], 64)):
-        x = torch.randn(9, 128, dtype=torch.float64).to(device, torch.bfloat16)
+    of_128 = ([1, Hadamard(128)], None), ([4, Hadamard(32)], 32), ([2, Hadamard(64)], 32), ([4, Hadamard(32)], 64)
+    of_512 = ([4, Hadamard(128)], 128), ([8, Hadamard(64)], 64), ([8, Hadamard(64)], 128), ([2, Hadamard(256)], 256)
+    for factors, size in (*of_128, *of_512):
+        width = factors[0] * factors[1].order
+        x = torch.randn(9, width, dtype=torch.float64).to(device, torch.bfloat16)
         clean = kron_quantize(x, factors, torch.int8, group_size=size)
         x[0, 3], x[2, 70], x[5, 64:96] = float("nan"), float("inf"), 3e38  # sums of the last are beyond float32
         found = kron_quantize(x, factors, torch.int8, group_size=size)
-        block = max(size or 128, 128 // factors[0])
-        bad = torch.zeros(9, 128, dtype=torch.bool, device=device)
+        block = max(size or width, factors[1].order)
+        bad = torch.zeros(9, width, dtype=torch.bool, device=device)
         for row, column in ((0, 3), (2, 70), (5, 64)):
             first = column // block * block
             bad[row, first : first + block] = True
-        of_scale = bad.unflatten(-1, (-1, size or 128))[..., 0]
+        of_scale = bad.unflatten(-1, (-1, size or width))[..., 0]
         assert torch.equal(found.scales.isnan(), of_scale)
         assert torch.equal(found.scales[~of_scale], clean.scales[~of_scale])
         assert torch.equal(found.values[~bad], clean.values[~bad])

@@ -126,11 +126,12 @@ def chain_configs(launch: Launch, mode: Mode, before: int) -> tuple[ChainConfig,
     warps = 8 if block_s * width > 4096 or itemsize == 8 else 4
     smaller = max(least, block_s // 2)
     # Many slices of steps from 16 on take large tiles in float64: 1024 x 16^4 took 774 us and not 860, 32^3 397 and not 513 (H100).
-    large, sides = max(block_s, figures(Figures, name, gpu).large_tile // width), [side for s in launch.steps for side in (s.p, s.q)]
+    of, sides = figures(Figures, name, gpu), [side for s in launch.steps for side in (s.p, s.q)]
+    large = max(block_s, (of.large_tile if width <= of.large_chain else CHAIN_TILE[8]) // width)
     is_large = itemsize == 8 and gpu.has_float64_cores and launch.parts == 1 and min(sides) >= DOT_SIDE
     is_large = is_large and mode.batches * mode.slices >= 4 * gpu.multiprocessors * large
     configs = (
-        *([ChainConfig(large, 8, 3, 2)] if is_large else []),
+        *([ChainConfig(large, 8 if width <= of.large_chain else 4, 3, 2)] if is_large else []),
         ChainConfig(block_s, warps, 3 if warps == 4 else 2, 2),
         ChainConfig(block_s, warps, 1, 1),
         ChainConfig(smaller, 4, 1, 1),

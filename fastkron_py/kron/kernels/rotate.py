@@ -266,8 +266,11 @@ def _rotate_segments_kernel(
         largest = (tl.abs(w) * tl.abs(scalar(unit, tl.float32))).to(tl.int32, bitcast=True)
         if TOGETHER == SEGMENT // SIDE:
             largest = tl.where(bits < INFINITY, largest, bits)
-        largest = largest.reshape(C, SIDE, SEGMENTS, SEGMENT // SIDE).permute(0, 2, 1, 3).reshape(C, SEGMENTS, SEGMENT)
-        largest = tl.max(largest, 2)  # once, which a thread begins with all its own elements
+        largest = largest.reshape(C, SIDE, SEGMENTS, SEGMENT // SIDE)
+        if SEGMENT >= 128:  # once, which a thread begins with all its own elements; Triton 3.6 mixes up segments of 64 in it
+            largest = tl.max(largest.permute(0, 2, 1, 3).reshape(C, SEGMENTS, SEGMENT), 2)
+        else:
+            largest = tl.max(tl.max(largest, 3), 1)
         if TOGETHER > SEGMENT // SIDE:  # several segments have one fate
             of_block = tl.max(tl.max(bits, 1).reshape(C, P // TOGETHER, TOGETHER), 2)
             of_block = tl.broadcast_to(of_block[:, :, None], (C, P // TOGETHER, SEGMENTS * TOGETHER // P)).reshape(C, SEGMENTS)
