@@ -267,7 +267,7 @@ def _rotate_segments_kernel(
         if TOGETHER == SEGMENT // SIDE:
             largest = tl.where(bits < INFINITY, largest, bits)
         largest = largest.reshape(C, SIDE, SEGMENTS, SEGMENT // SIDE)
-        if SEGMENT >= 128:  # once, which a thread begins with all its own elements; Triton 3.6 mixes up segments of 64 in it
+        if SEGMENT >= 128:  # noqa: SIM108 - once, which a thread begins with all its own elements; Triton 3.6 mixes up segments of 64 in it
             largest = tl.max(largest.permute(0, 2, 1, 3).reshape(C, SEGMENTS, SEGMENT), 2)
         else:
             largest = tl.max(tl.max(largest, 3), 1)
