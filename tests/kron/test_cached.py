@@ -480,6 +480,7 @@ def test_settings_between_forward_and_backward(spy: CacheSpy, device: torch.devi
 def test_torchs_backend_is_served_too(spy: CacheSpy, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Where its products are not so small that autograd records them."""
     monkeypatch.setattr(torch_steps, "is_small", lambda shapes, elements: False)
+    monkeypatch.setattr(torch_steps, "is_faster", lambda sizes: False)
     with fastkron_py.backend("torch"):
         for _ in range(3):
             check(draw(device))
