@@ -330,11 +330,15 @@ def widens(dtype: torch.dtype) -> bool:
     return dtype in HALF_DTYPES and not (dtype == torch.bfloat16 and torch_internals.multiplies_bfloat16())
 
 
-def plain_product(build: Builder, x: Tensor, factors: Sequence[Tensor], left: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """On a CPU the product of a matrix of x and of the only factor, of x's dtype, as one call of torch; None for another multiply."""
-    if build.device.type != "cpu" or len(factors) > 1 or x.ndim != 2 or factors[0].ndim != 2 or widens(x.dtype):
+def plain_product(build: Builder, x: Tensor, factors: Sequence[Tensor], left: bool) -> Callable[..., Tensor] | None:
+    """On a CPU the product of matrices of x and of the factors, of x's dtype, whose result is no view: of one real factor; else None."""
+    if build.device.type != "cpu" or widens(x.dtype) or any([t.ndim != 2 for t in (x, *factors)]):
         return None
-    return (lambda x, f: matrix_product(f, x, False)) if left else lambda x, f: matrix_product(x, f, True)
+    if len(factors) == 1:
+        return (lambda x, f: matrix_product(f, x, False)) if left else lambda x, f: matrix_product(x, f, True)
+    is_one = len(torch_steps.real_factors([(f.shape[0], f.shape[1]) for f in factors])) == 1
+    multiply = small_product(build, x, factors, None, left, backward=False) if is_one else None
+    return None if multiply is None else lambda *given: multiply(*given, 1.0, 0.0)
 
 
 def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:

@@ -268,7 +268,9 @@ def is_faster(sizes: Sizes) -> bool:
         work += of.multiply_add * p * written + of.written * written + of.matrix * (count if after > 1 < count and not is_turned else 0)
         work += of.byte * sizes.itemsize * (count * after * (p + q) * (1 + is_turned) + p * q)
     shared = work if work < ALONE else max(ALONE, work / sizes.threads)
-    return of.call * calls + shared < of.kernel + of.kernel_factor * len(sizes.shapes) + of.kernel_multiply_add * cost(sizes)
+    multiply_adds, moved = cost(sizes)
+    kernel = of.kernel + of.kernel_factor * len(sizes.shapes) + of.kernel_multiply_add * multiply_adds + of.kernel_byte * moved
+    return of.call * calls + shared < kernel
 
 
 def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ...], is_transposed: bool) -> Callable[..., Tensor]:
@@ -302,7 +304,8 @@ def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ..
                 matrices[smallest] = matrices[smallest] * scale
         for first, last, multiply_mode in steps:
             y = multiply_mode(y, matrices[first] if last == first + 1 else multiplied_out(matrices[first:last]))
-        return scaled(y.contiguous().reshape(shape), z, alpha, beta)
+        y = y if y.is_contiguous() and y.shape == shape else y.contiguous().reshape(shape)  # no view of a product that has the shape
+        return scaled(y, z, alpha, beta)
 
     return multiply
 

@@ -55,7 +55,8 @@ class Products(NamedTuple):
     written: float  # a vector of the result
     kernel: float  # a call
     kernel_factor: float
-    kernel_multiply_add: float  # of a vector: the unit of `kron.cpu.plan.cost`
+    kernel_multiply_add: float  # of a vector: see `kron.cpu.plan.cost`
+    kernel_byte: float
 
 
 _PRODUCTS: Final = figures("products beside the cpu kernel")

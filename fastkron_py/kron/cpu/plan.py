@@ -157,17 +157,18 @@ def plan(sizes: Sizes) -> Plan:
     return Plan(tuple(matrices), tuple(stages))
 
 
-def cost(sizes: Sizes) -> float:
-    """The time of a plan, in multiply-adds of a vector by one thread; that of gradients has the product before them."""
-    (matrices, stages), passes = plan(sizes), 1 + sizes.is_gradient
-    total = COSTS.form * passes * sum([m.p * m.q for m in matrices if m.last > m.first + 1])
+def cost(sizes: Sizes) -> tuple[float, float]:
+    """Multiply-adds of a vector, those of the product before gradients too, and bytes that stages read and write; of one of the threads."""
+    matrices, stages = plan(sizes)
+    work = COSTS.form * (1 + sizes.is_gradient) * sum([m.p * m.q for m in matrices if m.last > m.first + 1])
+    moved = float(sizes.itemsize * sum([m.p * m.q for m in matrices]))
     for stage in stages:
-        moved, work = sizes.groups * stage.rows * stage.columns * (stage.length + stage.width) * sizes.itemsize / VECTOR, 0.0
+        share = sizes.threads if stage.is_shared else 1
+        moved += sizes.groups * stage.rows * stage.columns * (stage.length + stage.width) * sizes.itemsize / share
         for i, before, after, by_rows, _ in stage.steps:
             count, columns = stage.rows * before, stage.columns * after
-            work += _step_cost(sizes, matrices[i], count, columns, by_rows or columns == 1)
-        total += (COSTS.streamed * passes * moved + work) / (sizes.threads if stage.is_shared else 1)
-    return total + (cost(sizes._replace(is_gradient=False)) if sizes.is_gradient else 0.0)
+            work += _step_cost(sizes, matrices[i], count, columns, by_rows or columns == 1) / share
+    return (work + cost(sizes._replace(is_gradient=False))[0] if sizes.is_gradient else work), moved
 
 
 def in_order(shapes: Sequence[tuple[int, int]]) -> list[int]:
