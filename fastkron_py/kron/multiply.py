@@ -15,6 +15,7 @@ from fastkron_py.kron.canonical import PLAIN, Canonical, Scale, add_scaling, can
 from fastkron_py.kron.checks import result_shape
 from fastkron_py.kron.cpu import compiled, fused
 from fastkron_py.kron.cpu.fused import Layout
+from fastkron_py.kron.cpu.plan import Sizes
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
@@ -163,9 +164,11 @@ class Multiply(NamedTuple):
         given = [whole if _is_all(t, whole) else t for t, whole in zip((problem.x, *problem.factors), (x, *self.factors), strict=True)]
         x_layout, layouts = Layout.of(problem.x), tuple([Layout.of(f) for f in problem.factors])
         small, itemsize = small_product(build, x, self.factors, precision, left, backward=False), max(4, x.element_size())
-        real = torch_steps.real_factors([(f.shape[-2], f.shape[-1]) for f in self.factors])
-        is_one = small is not None and len(real) == 1 and x.dtype != torch.float16
-        takes = build.device.type == "cpu" and not is_one and fused.takes(problem.x, problem.factors)
+        takes = build.device.type == "cpu" and fused.takes(problem.x, problem.factors)
+        if small is not None and takes:
+            (_, rows, _, columns), shapes = problem.x.shape, [(f.shape[1], f.shape[2]) for f in problem.factors]
+            is_one = len(torch_steps.real_factors(shapes)) == 1 and x.dtype != torch.float16
+            takes = not (is_one or is_by_products(x, shapes, rows, columns, left, False))
         planned = lru_cache(maxsize=8)(partial(fused.fused, x_layout, layouts))
 
         def multiply(*given: Any) -> Tensor:
@@ -298,10 +301,11 @@ def small_product(
     shapes = [(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors]
     real = [shapes[i] for i in torch_steps.real_factors(shapes)]
     is_one_product = len(real) == 1 and not backward and not widens(x.dtype)  # whose result is nearly all the memory that it takes
-    if not (is_one_product or torch_steps.is_small(real, rows * columns)):
+    takes = build.device.type == "cpu" and compiled.is_installed() and fused.takes(x, factors, is_gradient=backward)
+    is_faster = takes and is_by_products(x, shapes, rows, columns, left, backward)
+    if not (is_one_product or is_faster or torch_steps.is_small(real, rows * columns)):
         return None
-    has_kernel = backward and build.device.type == "cpu" and compiled.is_installed() and fused.takes(x, factors, is_gradient=True)
-    if has_kernel and not torch_steps.is_least(real, rows * columns):
+    if backward and takes and not (is_faster or torch_steps.is_least(real, rows * columns)):
         return None
     multiply_small = torch_steps.small_multiply(shapes, rows, columns, shape, left)
 
@@ -315,16 +319,26 @@ def small_product(
     return multiply if is_one_product else torch_steps.in_float32(multiply, x.dtype)
 
 
+def is_by_products(x: Tensor, shapes: Sequence[tuple[int, int]], rows: int, columns: int, left: bool, is_gradient: bool) -> bool:
+    """Whether torch's products of factors of these shapes take less time than the CPU kernel, which keeps half types in float32."""
+    sizes = Sizes(tuple(shapes), 1, rows, columns, x.element_size(), torch.get_num_threads(), is_gradient, left)
+    return x.dtype not in HALF_DTYPES and torch_steps.is_faster(sizes)
+
+
 def widens(dtype: torch.dtype) -> bool:
     """Whether torch's products of a dtype on CPUs are of float32: 16-bit floats for which the CPU has no instructions."""
     return dtype in HALF_DTYPES and not (dtype == torch.bfloat16 and torch_internals.multiplies_bfloat16())
 
 
-def plain_product(build: Builder, x: Tensor, factors: Sequence[Tensor], left: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """On a CPU the product of a matrix of x and of the only factor, of x's dtype, as one call of torch; None for another multiply."""
-    if build.device.type != "cpu" or len(factors) > 1 or x.ndim != 2 or factors[0].ndim != 2 or widens(x.dtype):
+def plain_product(build: Builder, x: Tensor, factors: Sequence[Tensor], left: bool) -> Callable[..., Tensor] | None:
+    """On a CPU the product of matrices of x and of the factors, of x's dtype, whose result is no view: of one real factor; else None."""
+    if build.device.type != "cpu" or widens(x.dtype) or any([t.ndim != 2 for t in (x, *factors)]):
         return None
-    return (lambda x, f: matrix_product(f, x, False)) if left else lambda x, f: matrix_product(x, f, True)
+    if len(factors) == 1:
+        return (lambda x, f: matrix_product(f, x, False)) if left else lambda x, f: matrix_product(x, f, True)
+    is_one = len(torch_steps.real_factors([(f.shape[0], f.shape[1]) for f in factors])) == 1
+    multiply = small_product(build, x, factors, None, left, backward=False) if is_one else None
+    return None if multiply is None else lambda *given: multiply(*given, 1.0, 0.0)
 
 
 def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:

@@ -10,11 +10,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.cpu.plan import in_order
+from fastkron_py.kron.cpu.plan import VECTOR as VECTOR_BYTES
+from fastkron_py.kron.cpu.plan import Sizes, cost, in_order
 from fastkron_py.kron.matmul import batch_product, product
 from fastkron_py.runtime.checks import HALF_DTYPES
+from fastkron_py.runtime.gpu import zen
 from fastkron_py.tiling import torch_products
-from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, VECTOR
+from fastkron_py.tiling.cpu_costs import ALONE, ONEDNN_TERMS, PRODUCTS, VECTOR
 from fastkron_py.tiling.torch_products import by_onednn, matrix_product
 
 Shapes = Sequence[tuple[int, int]]
@@ -225,6 +227,8 @@ def _sum_by_onednn(a: Tensor, b: Tensor) -> Tensor | None:
 # Python does.
 
 SMALL_ELEMENTS: Final = 1 << 20  # of operand and of result
+MOST_ELEMENTS: Final = 1 << 23  # likewise, where the CPU kernel takes longer
+MOST_KEPT: Final = 1 << 22  # likewise, where autograd keeps them for each factor
 LEAST_ELEMENTS: Final = 1 << 13  # by which the CPU kernel's gradients take longer than autograd's of two products
 
 
@@ -243,6 +247,30 @@ def is_least(shapes: Shapes, elements: int) -> bool:
     """Whether autograd takes less time for a small multiply than the CPU kernel's gradients: one real factor, or two and little."""
     most = max([math.prod(side) for side in zip(*shapes, strict=True)])
     return len(shapes) < 2 or (len(shapes) == 2 and elements * most <= LEAST_ELEMENTS)
+
+
+def is_faster(sizes: Sizes) -> bool:
+    """Whether `small_multiply` takes less time than the CPU kernel, by an analytical model of both.
+
+    It never does on AMD's CPUs, for which MKL has no AVX-512 kernels, and not for large x, whose intermediates it would keep.
+    """
+    of, shapes, vector = PRODUCTS[sizes.is_gradient], [sizes.shapes[i] for i in real_factors(sizes.shapes)], VECTOR_BYTES // sizes.itemsize
+    elements = sizes.rows * sizes.columns * max([math.prod(side) for side in zip(*sizes.shapes, strict=True)])
+    if zen() or sizes.groups > 1 or elements > (MOST_KEPT if sizes.is_gradient else MOST_ELEMENTS):
+        return False
+    calls, work = int(len(shapes) < len(sizes.shapes)), 0.0
+    for step in steps_of(tuple(shapes)):
+        p, q, count, after = step.p, step.q, sizes.rows * step.before, step.after * sizes.columns
+        calls += step.last - step.first
+        is_turned = has_few_columns(p, q, count, after)
+        lines, width = (count * after, q) if after == 1 or is_turned else (count * q, after)
+        written = lines * -(-width // vector)
+        work += of.multiply_add * p * written + of.written * written + of.matrix * (count if after > 1 < count and not is_turned else 0)
+        work += of.byte * sizes.itemsize * (count * after * (p + q) * (1 + is_turned) + p * q)
+    shared = work if work < ALONE else max(ALONE, work / sizes.threads)
+    multiply_adds, moved = cost(sizes)
+    kernel = of.kernel + of.kernel_factor * len(sizes.shapes) + of.kernel_multiply_add * multiply_adds + of.kernel_byte * moved
+    return of.call * calls + shared < kernel
 
 
 def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ...], is_transposed: bool) -> Callable[..., Tensor]:
@@ -276,7 +304,8 @@ def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ..
                 matrices[smallest] = matrices[smallest] * scale
         for first, last, multiply_mode in steps:
             y = multiply_mode(y, matrices[first] if last == first + 1 else multiplied_out(matrices[first:last]))
-        return scaled(y.contiguous().reshape(shape), z, alpha, beta)
+        y = y if y.is_contiguous() and y.shape == shape else y.contiguous().reshape(shape)  # no view of a product that has the shape
+        return scaled(y, z, alpha, beta)
 
     return multiply
 

@@ -229,13 +229,13 @@ class Operator:
 
     def _call_of(self, program: Program, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
         """The function that runs a program on tensors like these; where a gradient is wanted, autograd's rule or the program's own."""
+        plain = program.plain
+        if plain is not None and (program.differentiable is not None or not wants_gradient(tensors)):
+            return lambda given, options: plain(*given)
         if wants_gradient(tensors):
             return partial(self._by_autograd, program) if program.differentiable is not None else Differentiable(self, tensors, program)
         if not self._is_single:
             return lambda given, options: self._shown(self._results(program, given, options))
-        plain = program.plain
-        if plain is not None:
-            return lambda given, options: plain(*given)
         return lambda given, options: program(given, self._numbers(options))[0]
 
     def _by_autograd(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:

@@ -164,7 +164,8 @@ class Program:
     Attributes:
         differentiable: a function of the inputs and scalars to the one result, of few operations that autograd differentiates in less time
             than an autograd function and its backward pass take.
-        plain: a function of the inputs to the one result, which is one product of torch and no view: called where no gradient is wanted.
+        plain: a function of the inputs to the one result, which is one product of torch and no view: called in place of the program, and
+            differentiated by autograd.
         saved: the number of its results, the last ones, that are intermediates for the backward pass.
     """
 

@@ -45,6 +45,23 @@ class OneDNN(NamedTuple):
     most_written: float = math.inf  # elements of a result, in new memory, up to which it is
 
 
+class Products(NamedTuple):
+    """Constants of small products of factors by BLAS, one call for each, and of the fused kernel; with gradients or without."""
+
+    call: float  # into torch
+    multiply_add: float  # of a vector of 64 bytes
+    byte: float  # read or written
+    matrix: float  # of a batch
+    written: float  # a vector of the result
+    kernel: float  # a call
+    kernel_factor: float
+    kernel_multiply_add: float  # of a vector: see `kron.cpu.plan.cost`
+    kernel_byte: float
+
+
+_PRODUCTS: Final = figures("products beside the cpu kernel")
+ALONE: Final = float(_PRODUCTS["alone"])  # of work, up to which one thread does it
+PRODUCTS: Final = {is_gradient: Products(**_PRODUCTS["backward" if is_gradient else "forward"]) for is_gradient in (False, True)}
 BLAS: Final = Blas(**figures("blas"))
 ONEDNN: Final = {int(generation): OneDNN(**of) for generation, of in figures("onednn").items()}  # by AMD's generation: `zen`
 

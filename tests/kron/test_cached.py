@@ -480,17 +480,20 @@ def test_settings_between_forward_and_backward(spy: CacheSpy, device: torch.devi
 def test_torchs_backend_is_served_too(spy: CacheSpy, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Where its products are not so small that autograd records them."""
     monkeypatch.setattr(torch_steps, "is_small", lambda shapes, elements: False)
+    monkeypatch.setattr(torch_steps, "is_faster", lambda sizes: False)
     with fastkron_py.backend("torch"):
         for _ in range(3):
             check(draw(device))
     assert took(spy) == (2, 2)
 
 
+@pytest.mark.parametrize("units", [0, 1])
 @pytest.mark.parametrize("left", [False, True])
-def test_one_product_is_called_in_few_frames(left: bool) -> None:
-    """A cached call of one factor on a CPU runs no program; its result may be changed in place, also with a gradient."""
+def test_one_product_is_called_in_few_frames(left: bool, units: int) -> None:
+    """A cached call of one real factor on a CPU runs no program; its result may be changed in place, also with a gradient."""
     x, f, bias = torch.randn(3, 3), torch.randn(3, 3), torch.randn(3, 3, requires_grad=True)
-    run, frames = (lambda: fastkron_py.kron_matmul_left([f], x)) if left else (lambda: kron_matmul(x, [f])), list[str]()
+    factors, frames = [f, *[torch.ones(1, 1)] * units], list[str]()
+    run = (lambda: fastkron_py.kron_matmul_left(factors, x)) if left else (lambda: kron_matmul(x, factors))
     with fastkron_py.backend("torch"):
         run()
         sys.setprofile(lambda frame, event, _: frames.append(frame.f_code.co_name) if event == "call" else None)
@@ -498,7 +501,7 @@ def test_one_product_is_called_in_few_frames(left: bool) -> None:
             run()
         finally:
             sys.setprofile(None)
-        assert len(frames) <= 15, frames
+        assert len(frames) <= 15 + 8 * units, frames
         with torch.no_grad():
             y = run()
     y.add_(bias)

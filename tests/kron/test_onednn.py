@@ -66,6 +66,7 @@ def test_values_and_gradients(name, dtype, small, taken, monkeypatch):
     rows, shapes, left = PROBLEMS[name]
     if not small:
         monkeypatch.setattr(fastkron_py.kron.torch_steps, "is_small", lambda shapes, elements: False)
+        monkeypatch.setattr(fastkron_py.kron.torch_steps, "is_faster", lambda sizes: False)
     torch.manual_seed(len(name))
     factors = [(torch.randn(p, q, dtype=torch.float64) / math.sqrt(p)).to(dtype).requires_grad_() for p, q in shapes]
     k, n = (math.prod(s[i] for s in shapes) for i in (0, 1))

@@ -142,6 +142,7 @@ def test_set_backend_and_nested_contexts(monkeypatch: pytest.MonkeyPatch, defaul
 def test_backward_uses_the_forward_backend(monkeypatch: pytest.MonkeyPatch, backend_name: str, device: torch.device) -> None:
     """Also outside of the block, and on autograd's own thread."""
     monkeypatch.setattr(torch_steps, "is_small", lambda shapes, elements: False)  # else autograd records torch's product
+    monkeypatch.setattr(torch_steps, "is_faster", lambda sizes: False)
     chosen = spied(monkeypatch)
     x = torch.ones(2, 3, device=device, requires_grad=True)
     f = torch.ones(3, 3, device=device, requires_grad=True)

@@ -18,6 +18,7 @@ import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron import torch_backend, torch_steps
 from fastkron_py.kron.cpu import compiled
+from fastkron_py.kron.cpu.plan import Sizes
 from fastkron_py.runtime import torch_internals
 from fastkron_py.testing import assert_close
 
@@ -249,6 +250,35 @@ def test_small_products_and_their_recorded_gradients(left, shapes):
     assert_close(y.detach(), truth.detach())
     for got, wanted in zip(torch.autograd.grad(y, arguments, dy), gradients, strict=True):
         assert_close(got, wanted, magnitude=wanted.abs().max().expand_as(wanted))
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_products_that_the_model_prefers_to_the_kernel(left, monkeypatch):
+    """Gradients of both orders are autograd's of torch's products, and repeat bit by bit."""
+    monkeypatch.setattr(torch_steps, "is_faster", lambda sizes: True)
+    x, *factors = (normal(*(s[::-1] if left else s)).requires_grad_() for s in [(3, 42), (7, 5), (1, 1), (6, 8)])
+
+    def multiply(x, *factors):
+        return fastkron_py.kron_matmul_left(factors, x) if left else fastkron_py.kron_matmul(x, factors)
+
+    for _ in range(2):
+        y = multiply(x, *factors)
+        assert y.grad_fn is not None
+        assert "kron_matmul" not in y.grad_fn.name()
+        assert_close(y.detach(), reference.kron_matmul(x, factors, left=left).detach())
+        assert torch.equal(multiply(x.detach(), *[f.detach() for f in factors]), y)
+    assert torch.autograd.gradcheck(multiply, (x, *factors))
+    assert torch.autograd.gradgradcheck(multiply, (x, *factors))
+
+
+def test_the_model_of_the_kernel_and_of_products(monkeypatch):
+    """Few large factors are torch's, many small ones the kernel's, as are all on AMD's CPUs, and large x, which autograd would keep."""
+    few, many = Sizes(((3, 3), (233, 233)), 1, 1, 44, 8, 2, True, True), Sizes(((8, 8),) * 4, 1, 1024, 1, 4, 2)
+    for generation in (0, 4, 5):
+        monkeypatch.setattr(torch_steps, "zen", lambda generation=generation: generation)
+        assert torch_steps.is_faster(few) is (generation == 0)
+        assert not torch_steps.is_faster(many)
+        assert not torch_steps.is_faster(few._replace(columns=1 << 14))
 
 
 @pytest.mark.parametrize("rows", [1, 9])

@@ -55,6 +55,7 @@ def test_a_loss_of_a_derivative(name: str, backend_name: str, device: torch.devi
 @pytest.mark.parametrize("recorded_graph", [True, False])
 def test_kron_computes_what_it_is_asked_for(recorded_graph: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(torch_steps, "is_small", lambda shapes, elements: False)  # else autograd records torch's products
+    monkeypatch.setattr(torch_steps, "is_faster", lambda sizes: False)
     seen: list[tuple[bool, list[bool]]] = []
 
     def noted(self: autograd.Operator, *arguments: Any, **options: Any) -> Any:

@@ -55,6 +55,7 @@ def test_multiplies(left, small, threads, monkeypatch):
     """Three rows of a wide innermost factor: a batch of three products; all transforms of it."""
     if not small:
         monkeypatch.setattr("fastkron_py.kron.torch_steps.is_small", lambda shapes, elements: False)
+        monkeypatch.setattr("fastkron_py.kron.torch_steps.is_faster", lambda sizes: False)
     monkeypatch.setattr("fastkron_py.kron.cpu.compiled.kernel", lambda itemsize: None)
     cut = []
     monkeypatch.setattr(matmul, "batch_parts", lambda a, b: cut.append(len(batch_parts(a, b))) or batch_parts(a, b))

@@ -182,15 +182,7 @@ class Fused:
     def gradients(
         self, kernel: Kernel, dy: Tensor, x: Tensor, factors: Sequence[Tensor], alpha: float
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """dx, contiguous, and the gradients of the factors ``[B, P_i, Q_i]``; those that are wanted.
-
-        Args:
-            kernel: as in a call.
-            dy: likewise.
-            x: likewise.
-            factors: likewise.
-            alpha: scales the product.
-        """
+        """dx, contiguous, and the gradients of the factors ``[B, P_i, Q_i]``; those that are wanted, of operands as in a call."""
         if self._wanted is None:
             raise ValueError("expected a program of gradients; got that of a product")
         dx = x.new_empty(self._shape if self._wanted.x else (0,))

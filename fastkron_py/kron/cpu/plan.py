@@ -137,17 +137,16 @@ class Stage(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Stages in order, their matrices, and the cost of these."""
+    """Stages in order, and their matrices."""
 
     matrices: tuple[Matrix, ...]
     stages: tuple[Stage, ...]
-    cost: float
 
 
 @lru_cache(maxsize=1024)
 def plan(sizes: Sizes) -> Plan:
     """The plan of a multiply."""
-    cost, matrices = _matrices(sizes)
+    _, matrices = _matrices(sizes)
     now, stages = [m.p for m in matrices], list[Stage]()
     parts = _parts(sizes, matrices)
     for number in in_order([_together(matrices[first:last]) for first, last in parts]):
@@ -155,7 +154,21 @@ def plan(sizes: Sizes) -> Plan:
         rows, columns = sizes.rows * math.prod(now[:first]), sizes.columns * math.prod(now[last:])
         stages.append(_stage(sizes, matrices, first, last, rows, columns))
         now[first:last] = [m.q for m in matrices[first:last]]
-    return Plan(tuple(matrices), tuple(stages), cost)
+    return Plan(tuple(matrices), tuple(stages))
+
+
+def cost(sizes: Sizes) -> tuple[float, float]:
+    """Multiply-adds of a vector, those of the product before gradients too, and bytes that stages read and write; of one of the threads."""
+    matrices, stages = plan(sizes)
+    work = COSTS.form * (1 + sizes.is_gradient) * sum([m.p * m.q for m in matrices if m.last > m.first + 1])
+    moved = float(sizes.itemsize * sum([m.p * m.q for m in matrices]))
+    for stage in stages:
+        share = sizes.threads if stage.is_shared else 1
+        moved += sizes.groups * stage.rows * stage.columns * (stage.length + stage.width) * sizes.itemsize / share
+        for i, before, after, by_rows, _ in stage.steps:
+            count, columns = stage.rows * before, stage.columns * after
+            work += _step_cost(sizes, matrices[i], count, columns, by_rows or columns == 1) / share
+    return (work + cost(sizes._replace(is_gradient=False))[0] if sizes.is_gradient else work), moved
 
 
 def in_order(shapes: Sequence[tuple[int, int]]) -> list[int]:
@@ -175,16 +188,7 @@ def _together(matrices: Sequence[Matrix]) -> tuple[int, int]:
 
 
 def _steps(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows: int = 1, columns: int = 1) -> tuple[list[Step], int, int]:
-    """The steps of matrices[first:last], the elements of their widest intermediate, and multiply-adds for a row and column.
-
-    Args:
-        sizes: of the multiply.
-        matrices: of the multiply.
-        first: of them.
-        last: likewise.
-        rows: that they multiply.
-        columns: that follow.
-    """
+    """The steps of matrices[first:last], the elements of their widest intermediate, and multiply-adds for a row and column."""
     now, steps = [m.p for m in matrices[first:last]], list[Step]()
     widest = work = 0
     for i in in_order([(m.p, m.q) for m in matrices[first:last]]):
