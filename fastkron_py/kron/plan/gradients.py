@@ -38,13 +38,19 @@ def bids(problem: GroupProblem) -> list[GradientOffer]:
     found.sort(key=place)
 
     def usual(near: GroupProblem) -> GradientOffer:
-        kinds = [offer.prices for offer in bids(near)[:1]]
-        return next((offer for offer in found if offer.prices in kinds), found[0])
+        kind = _best_kind(near)
+        return next((offer for offer in found if offer.prices == kind), found[0])
 
     if found:
         first = planner.usual_or(found[0], problem, usual, lambda offer: (offer.seconds,))
         found.sort(key=lambda offer: offer is not first)
     return found
+
+
+@lru_cache(maxsize=4096)
+def _best_kind(problem: GroupProblem) -> str:
+    """The section of the best offer's prices, "" if no family takes the group."""
+    return next((offer.prices for offer in bids(problem)), "")
 
 
 @lru_cache(maxsize=4096)
