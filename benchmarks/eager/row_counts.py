@@ -115,7 +115,7 @@ def kernels(parameters: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _in_child(parameters: dict[str, Any], device: torch.device) -> Mapping[str, Apart]:
-    """The same in a process with an empty cache of Triton's; a compile leaves one file of a kernel there."""
+    """The same in a process with an empty cache of Triton's; a compile leaves one such file of a kernel there, of one in Gluon too."""
     root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"TRITON_CACHE_DIR": cache}
@@ -125,7 +125,7 @@ def _in_child(parameters: dict[str, Any], device: torch.device) -> Mapping[str, 
         if done.returncode:
             raise RuntimeError(f"the process ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
         seconds = json.loads(done.stdout.splitlines()[-1])
-        compiles = len(list(Path(cache).rglob("*.ttir")))
+        compiles = len(list(Path(cache).rglob("*.llir")))
     return {OURS: Apart(0.0, seconds, {"total": sum(seconds), "longest": max(seconds), "compiles": compiles})}
 
 

@@ -13,10 +13,12 @@ Everything is an analytical cost model: no timing, no device, no Triton.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import permutations
-from typing import Final, NamedTuple
+from operator import le
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from fastkron_py.kron.families import asked, family_of, most_elements, offers
 from fastkron_py.kron.plan.steps import Launch
@@ -24,6 +26,9 @@ from fastkron_py.kron.problem import MICROSECOND, Host, HostWork, Offer, Problem
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.gpu import HOPPER
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.gradient_problem import GroupProblem
 
 
 class Figures(NamedTuple):
@@ -43,6 +48,22 @@ OF: Final = figures(Figures, "planner", HOPPER)  # as of all GPUs
 def is_worse(seconds: float, least: float) -> bool:
     """Whether an offer or a plan is not about as good as one of these seconds."""
     return seconds > max(least * (1 + OF.tie), least + MICROSECOND)
+
+
+_P = TypeVar("_P", Problem, "GroupProblem")
+_T = TypeVar("_T")
+
+
+def usual_or(best: _T, problem: _P, choose: Callable[[_P], _T], times: Callable[[_T], Sequence[float]]) -> _T:
+    """The choice for a usual number of rows near the problem's if its times are within a tie's share, so that rows share few kernels.
+
+    The nearest power of 256 is asked first, then that of 2. Powers of two have their own best choices.
+    """
+    (batches, rows, inner, after), near = problem.shape, math.log2(problem.shape[1])
+    usual = [1 << bits * round(near / bits) for bits in (8, 1)] if rows & (rows - 1) else []
+    found = (choose(replace(problem, shape=(batches, count, inner, after))) for count in usual)
+    most = [(1 + OF.tie) * least for least in times(best)]
+    return next((made for made in found if all(map(le, times(made), most))), best)
 
 
 # ---- where modes stand ---------------------------------------------------------------------------------------------------------
@@ -256,12 +277,19 @@ def choose(problem: Problem, tuned: Sequence[Launch] = ()) -> Plan:
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem) -> Plan:
-    """The first of `plans`.
+    """The first of `plans`, or that of a usual number of rows.
 
     Raises:
         ValueError: the families that are asked for cannot multiply the factors.
     """
-    return plans(problem)[0]
+
+    def usual(near: Problem) -> Plan:
+        made = plan(near)
+        launches = [(launch.start - problem.start, launch.shifted(-launch.start)) for launch in made.launches]
+        draft = _repriced(launches, _Bids(problem, not made.transposed, 2), ("family", "steps", "config"))
+        return _placed(problem, made.launches, made.transposed)._replace(seconds=draft.seconds, host=draft.host)
+
+    return usual_or(plans(problem)[0], problem, usual, lambda made: (made.seconds, time_of(problem, made)))
 
 
 def plans(problem: Problem, keep: int = 1) -> list[Plan]:
@@ -315,26 +343,24 @@ def _in_place(draft: Draft, bids: _Bids) -> Plan:
     problem, launches = bids.problem, sorted(reversed(draft.launches), key=lambda made: made[1].q / made[1].p)
     best = draft._replace(launches=tuple(launches))
     if not problem.ends_with_last and 2 <= len(launches) <= OF.most_ordered and any([launch.p != launch.q for _, launch in launches]):
-        orders = [_repriced(order, bids, is_free) for is_free in (True, False) for order in permutations(launches)]
+        orders = [_repriced(order, bids, same) for same in ((), ("family",)) for order in permutations(launches)]
         least = min(orders, key=lambda made: (time_of(problem, made), made.seconds))
         if is_worse(time_of(problem, best), time_of(problem, least)):
             best = least
     return _made_of(problem, best, False)
 
 
-def _repriced(launches: Sequence[tuple[int, Launch]], bids: _Bids, is_free: bool) -> Draft:
-    """The launches in place in this order, each by the best offer for its factors where they stand: of any family, or of its own."""
+def _repriced(launches: Sequence[tuple[int, Launch]], bids: _Bids, same: Sequence[str]) -> Draft:
+    """The launches in this order, each by the best offer for its factors where they stand, of those with the same attributes."""
     problem, made = bids.problem, Draft()
-    widths = list(problem.sizes)
-    for number, (start, launch) in enumerate(launches, 1):
-        first, stop = problem.start + start, problem.start + start + launch.stop
-        place = Place(math.prod(widths[:first]), math.prod(widths[stop:]) * problem.shape[3])
+    moved = [launch.shifted(problem.start + start) for start, launch in launches]
+    standing = zip(launches, places(moved, problem.sizes, problem.shape[3], not bids.in_place), strict=True)
+    for number, ((start, launch), place) in enumerate(standing, 1):
         found = bids.at(start, start + launch.stop, place, number == len(launches))
-        own = found if is_free else [offer for offer in found if offer.launch.family == launch.family]
+        own = [offer for offer in found if all([getattr(offer.launch, name) == getattr(launch, name) for name in same])]
         if not own:
-            return Draft(math.inf)
+            return Draft(math.inf, math.inf)
         made = made.then(start, own[0], bids.host_of(own[0]))
-        widths[first:stop] = [launch.q] + [1] * (launch.stop - 1)
     return made
 
 

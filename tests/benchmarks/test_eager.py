@@ -138,9 +138,7 @@ def test_all_numbers_of_rows_share_few_kernels() -> None:
     found = json.loads(done.stdout)
     assert len(found) == len(row_counts.PROBLEMS) * len(row_counts.COUNTS)
     for label, (kernels, launches) in found.items():
-        assert 0 < kernels <= launches * (2 if label.endswith("forward") else 4), label
-    # A batch of one lies 300 * 451 times the rows apart, which 16 divides or not.
-    assert [kernels == launches for label, (kernels, launches) in found.items() if "300,451 float32 forward" in label] == [True]
+        assert 0 < kernels <= launches + 3 * label.endswith("backward"), label
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ lanes apart are chosen such that a load touches every bank of shared memory once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from functools import partial
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache, partial
 from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Any, Final
 
@@ -182,6 +182,7 @@ def _split(tile: Sequence[Bit], width: int) -> tuple[list[Bit], list[Bit]]:
     return modes, [*slices, *without(tile, modes, slices)]
 
 
+@lru_cache(maxsize=1024)
 def step_gradient(p: int, q: int, config: GradientConfig, runs: bool, need_x: bool) -> StepGradient:
     """Assign the bits of a step's tiles.
 
@@ -370,6 +371,7 @@ class _Side:
         return tuple([b if b.mode == SLICE else Bit(0, b.digit + (above if b in self.outer else 0)) for b in bits])
 
 
+@lru_cache(maxsize=1024)
 def pair_gradient(p: tuple[int, int], q: tuple[int, int], config: GradientConfig, runs: bool) -> PairGradient:
     """Assign the bits of a chain's tiles.
 
@@ -555,7 +557,7 @@ def _step_launch(problem: GroupProblem, config: GradientConfig) -> LaunchConfig:
     from fastkron_py.runtime.launch import LaunchConfig
 
     p, q = (size // config.neighbours for size in problem.sizes)
-    plan = step_gradient(p, q, config, problem.addresses["TAIL"], problem.need_x)
+    plan = step_gradient(p, q, replace(config, programs=0), problem.addresses["TAIL"], problem.need_x)
     back: tuple[Any, ...] = ()
     if plan.back is not None:
         made = plan.back
@@ -585,7 +587,7 @@ def _pair_launch(problem: GroupProblem, config: GradientConfig) -> LaunchConfig:
     from fastkron_py.runtime.launch import LaunchConfig
 
     (p, q), split = problem.step_sizes, problem.split
-    plan = pair_gradient(p, q, config, problem.addresses["TAIL"])
+    plan = pair_gradient(p, q, replace(config, programs=0), problem.addresses["TAIL"])
 
     def plain(field: Any) -> tuple[Any, ...]:
         if isinstance(field, Operand):

@@ -23,7 +23,10 @@ from fastkron_py.kron.problem import Problem, contiguous_problem
 
 
 def bids(problem: GroupProblem) -> list[GradientOffer]:
-    """All offers for a group, the best one first: of those that are about as good as the fastest one, that of the first family."""
+    """All offers for a group, the best one first: of those that are about as good as the fastest one, that of the first family.
+
+    A usual number of rows has its own kind, where that is about as good (`planner.usual_or`).
+    """
     found = [offer for made in gradient_offers(problem).values() if not isinstance(made, str) for offer in made]
     least = min([offer.seconds for offer in found], default=0.0)
     orders = {family.name: family.gradient_order for family in gradient_families()}
@@ -32,7 +35,22 @@ def bids(problem: GroupProblem) -> list[GradientOffer]:
         is_late = planner.is_worse(offer.seconds, least)
         return is_late, 0 if is_late else orders[offer.family], offer.seconds
 
-    return sorted(found, key=place)
+    found.sort(key=place)
+
+    def usual(near: GroupProblem) -> GradientOffer:
+        kind = _best_kind(near)
+        return next((offer for offer in found if offer.prices == kind), found[0])
+
+    if found:
+        first = planner.usual_or(found[0], problem, usual, lambda offer: (offer.seconds,))
+        found.sort(key=lambda offer: offer is not first)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _best_kind(problem: GroupProblem) -> str:
+    """The section of the best offer's prices, "" if no family takes the group."""
+    return next((offer.prices for offer in bids(problem)), "")
 
 
 @lru_cache(maxsize=4096)
@@ -89,7 +107,12 @@ def _candidates(start: int, stop: int, problem: Problem) -> Iterator[Group]:
 
 @lru_cache(maxsize=4096)
 def gradient_plan(problem: Problem) -> tuple[Group, ...]:
-    """Cut factors into groups, first factors first, by dynamic programming for the least modelled time."""
+    """Cut factors into groups, first factors first, for the least modelled time, or as a usual number of rows does."""
+    return planner.usual_or(_least_groups(problem), problem, gradient_plan, lambda groups: (seconds(groups, problem),))
+
+
+def _least_groups(problem: Problem) -> tuple[Group, ...]:
+    """The groups of least modelled time, by dynamic programming."""
     shapes = problem.shapes
     best: list[tuple[float, tuple[Group, ...]]] = [(0.0, ())]
     for stop in range(1, len(shapes) + 1):
@@ -132,10 +155,13 @@ def _orders(groups: Sequence[Group], problem: Problem) -> list[tuple[float, list
 
 def best_order(groups: Sequence[Group], problem: Problem) -> tuple[list[Group], list[int]]:
     """Groups in the order of least modelled time, and the factors' numbers in that order; the groups returned count factors in it."""
-    timed = _orders(groups, problem)
-    least, order = min(timed, key=lambda pair: pair[0])
-    if not planner.is_worse(timed[0][0], least):
-        order = timed[0][1]
+
+    def order_of(problem: Problem) -> list[Group]:
+        timed = _orders(groups, problem)
+        least, order = min(timed, key=lambda pair: pair[0])
+        return order if planner.is_worse(timed[0][0], least) else timed[0][1]
+
+    order = planner.usual_or(order_of(problem), problem, order_of, lambda order: (seconds(order, problem),))
     found: list[Group] = []
     numbers: list[int] = []
     for group in order:

@@ -17,7 +17,8 @@ from fastkron_py.kron.families.tile import (
     single_shared_memory,
 )
 from fastkron_py.kron.plan.steps import Launch, Step, is_even
-from fastkron_py.kron.problem import Mode
+from fastkron_py.kron.planner import is_worse, plan, plans
+from fastkron_py.kron.problem import Mode, contiguous_problem
 from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 
 GPUS = (AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)
@@ -50,6 +51,16 @@ def test_shrinking_launches_run_first():
     assert [launch.start for launch in launches] == [0, 1]
     launches = planned((10, 100), (100, 10), 10**6, families=PLAIN)
     assert [launch.start for launch in launches] == [1, 0]
+
+
+@given(sizes=SIZES, numbers=st.sampled_from(NUMBERS), rows=st.integers(1, 3000))
+def test_rows_share_plans_that_are_about_the_best(sizes, numbers, rows):
+    problem = contiguous_problem(sizes[:4], rows, 1, DTYPES[numbers], HOPPER)
+    made, best = plan(problem), plans(problem)[0]
+    assert not is_worse(made.seconds, best.seconds)
+    assert sorted(i for launch in made.launches for i in range(launch.start, launch.stop)) == list(range(len(sizes[:4])))
+    if rows & (rows - 1) == 0:
+        assert made == best
 
 
 def test_masks_do_not_depend_on_unusual_rows():
