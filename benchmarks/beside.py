@@ -100,7 +100,8 @@ def _seconds(function: Any, count: int) -> float:
 
 def _compile(share: int, of: int, names: list[str]) -> None:
     """Make each of-th call once, from a share on."""
-    work = [(benchmark, case, device) for benchmark, cases, device in map(_cases, names) for case in cases]
+    known = [name for name in names if name.partition("*")[0].partition(":")[0] in _registered()]
+    work = [(benchmark, case, device) for benchmark, cases, device in map(_cases, known) for case in cases]
     for benchmark, case, device in work[share::of]:
         with contextlib.suppress(Exception):  # it says why when it is timed
             _calls(benchmark, case, device)
@@ -117,7 +118,8 @@ def _serve() -> None:
         asked = json.loads(line)
         answer: Any
         if asked["do"] == "count":
-            answer = len(_cases(asked["name"])[1])
+            is_known = asked["name"].partition("*")[0].partition(":")[0] in _registered()
+            answer = len(_cases(asked["name"])[1]) if is_known else None
         elif asked["do"] == "open":
             held.clear()
             gc.collect()
@@ -164,7 +166,11 @@ def compare(folder: Path, names: list[str], seconds: float, processes: int, out:
     held, ratios = {name: _start(side, "--serve") for name, side in sides.items()}, dict[str, list[float]]()
     with out.open("w") as log:
         for name in names:
-            for number in range(_ask(held["new"], do="count", name=name)):
+            counts = {side: _ask(process, do="count", name=name) for side, process in held.items()}
+            if missing := [side for side, count in counts.items() if count is None]:
+                print(f"{name}: not a benchmark that the {missing[0]} revision can import; give its folder a folder benchmarks")
+                continue
+            for number in range(min(counts.values())):
                 if time.monotonic() > end:
                     break
                 opened = {side: _ask(process, do="open", name=name, number=number) for side, process in held.items()}
