@@ -369,8 +369,10 @@ def _unpacked(problem: Canonical, dx4: Tensor | None, dfs: Sequence[Tensor | Non
 
 def _fit(gradient: Tensor, argument: Tensor) -> Tensor:
     """Sum over dimensions that were broadcast; a contiguous tensor of the argument's shape and dtype."""
-    few = gradient.numel() == argument.numel()  # none was
-    return (gradient.reshape(argument.shape) if few else gradient.sum_to_size(argument.shape)).to(argument.dtype).contiguous()
+    if gradient.shape != argument.shape:
+        few = gradient.numel() == argument.numel()  # none was
+        gradient = gradient.reshape(argument.shape) if few else gradient.sum_to_size(argument.shape)
+    return gradient.to(argument.dtype).contiguous()
 
 
 def fitted(build: Builder, gradient: Tensor, result: Tensor) -> Tensor:

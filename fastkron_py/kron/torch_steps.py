@@ -16,7 +16,7 @@ from fastkron_py.kron.matmul import batch_product, product
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.gpu import zen
 from fastkron_py.tiling import torch_products
-from fastkron_py.tiling.cpu_costs import ALONE, ONEDNN_TERMS, PRODUCTS, VECTOR
+from fastkron_py.tiling.cpu_costs import ALONE, ONEDNN_TERMS, PRODUCTS, SHARE, VECTOR
 from fastkron_py.tiling.torch_products import by_onednn, matrix_product
 
 Shapes = Sequence[tuple[int, int]]
@@ -263,14 +263,15 @@ def is_faster(sizes: Sizes) -> bool:
         p, q, count, after = step.p, step.q, sizes.rows * step.before, step.after * sizes.columns
         calls += step.last - step.first
         is_turned = has_few_columns(p, q, count, after)
+        batch = count if after > 1 < count and not is_turned else 0
         lines, width = (count * after, q) if after == 1 or is_turned else (count * q, after)
         written = lines * -(-width // vector)
-        work += of.multiply_add * p * written + of.written * written + of.matrix * (count if after > 1 < count and not is_turned else 0)
-        work += of.byte * sizes.itemsize * (count * after * (p + q) * (1 + is_turned) + p * q)
+        moved = count * after * (p + q) * (1 + is_turned) + p * q + batch * p * q * sizes.is_gradient  # of a sum over the batch
+        work += of.multiply_add * p * written + of.written * written + of.matrix * batch + of.byte * sizes.itemsize * moved
     shared = work if work < ALONE else max(ALONE, work / sizes.threads)
-    multiply_adds, moved = cost(sizes)
-    kernel = of.kernel + of.kernel_factor * len(sizes.shapes) + of.kernel_multiply_add * multiply_adds + of.kernel_byte * moved
-    return of.call * calls + shared < kernel
+    multiply_adds, nbytes = cost(sizes)
+    kernel = of.kernel + of.kernel_factor * len(sizes.shapes) + of.kernel_multiply_add * multiply_adds + of.kernel_byte * nbytes
+    return of.call * calls + shared < SHARE * kernel
 
 
 def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ...], is_transposed: bool) -> Callable[..., Tensor]:

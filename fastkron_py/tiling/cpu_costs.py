@@ -61,6 +61,7 @@ class Products(NamedTuple):
 
 _PRODUCTS: Final = figures("products beside the cpu kernel")
 ALONE: Final = float(_PRODUCTS["alone"])  # of work, up to which one thread does it
+SHARE: Final = float(_PRODUCTS["share"])  # of the kernel's time, which products take at most: it keeps little work in one thread
 PRODUCTS: Final = {is_gradient: Products(**_PRODUCTS["backward" if is_gradient else "forward"]) for is_gradient in (False, True)}
 BLAS: Final = Blas(**figures("blas"))
 ONEDNN: Final = {int(generation): OneDNN(**of) for generation, of in figures("onednn").items()}  # by AMD's generation: `zen`
