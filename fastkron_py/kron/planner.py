@@ -37,6 +37,7 @@ class Figures(NamedTuple):
     in_place_width: int  # in real numbers, beyond which torch's products may be faster
     most_ordered: int  # launches in place, whose orders are compared
     tie: float  # offers are as good as the best one within this share of its seconds, or a microsecond: models are no better
+    usual: float  # of a number of rows' least time: what the plan of a usual number may take more, which needs no kernels of its own
     # of x's elements: an intermediate that is saved for a backward pass; of large factors alone, whose multiply makes intermediates anyway,
     # those of x or the result.
     most_saved: float
@@ -55,14 +56,14 @@ _T = TypeVar("_T")
 
 
 def usual_or(best: _T, problem: _P, choose: Callable[[_P], _T], times: Callable[[_T], Sequence[float]]) -> _T:
-    """The choice for a usual number of rows near the problem's if its times are within a tie's share, so that rows share few kernels.
+    """The choice for a usual number of rows near the problem's if it takes little more time there, so that rows share few kernels.
 
     The nearest power of 256 is asked first, then that of 2. Powers of two have their own best choices.
     """
     (batches, rows, inner, after), near = problem.shape, math.log2(problem.shape[1])
     usual = [1 << bits * round(near / bits) for bits in (8, 1)] if rows & (rows - 1) else []
     found = (choose(replace(problem, shape=(batches, count, inner, after))) for count in usual)
-    most = [(1 + OF.tie) * least for least in times(best)]
+    most = [(1 + OF.usual) * least for least in times(best)]
     return next((made for made in found if all(map(le, times(made), most))), best)
 
 
