@@ -397,7 +397,8 @@ def rounded(
 def _integers(v: Tensor, generator: torch.Generator | None) -> Tensor:
     if generator is None:
         return v.round_()
-    return (v + torch.rand(v.shape, generator=generator, dtype=v.dtype, device=v.device)).floor()
+    below = v.floor()  # floor(v + random) would be a number beyond v where the sum is rounded up: the largest one is, in some rows
+    return below + (torch.rand(v.shape, generator=generator, dtype=v.dtype, device=v.device) >= 1 - (v - below))
 
 
 def _floats(v: Tensor, kind: str, generator: torch.Generator | None) -> Tensor:

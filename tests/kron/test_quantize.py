@@ -527,6 +527,14 @@ def test_rounding_at_random(backend_name: str, device: torch.device) -> None:
         assert ((nearest.dequantize().double() - clipped).abs() > 10 * deviation).any()
 
 
+def test_numbers_of_a_format_are_not_rounded_at_random(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the random numbers are: the largest one is 2^-24 below 1, and added to a number of many bits it would be 1."""
+    monkeypatch.setattr(torch, "rand", lambda shape, dtype, device, generator: torch.full(shape, 1 - 2**-24, dtype=dtype, device=device))
+    for kind in FORMATS:
+        x = LARGEST[kind] * torch.tensor([[1.0, -1.0], [-1.0, 0.0]], device=device)
+        assert torch.equal(kron_quantize(x, [2], kind, generator=torch.Generator(device)).dequantize(), x)
+
+
 def test_autocast_rounds_products_once(backend_name: str, device: torch.device) -> None:
     """Each path under autocast gives what it gives for operands that were cast by hand."""
     for name, options in itertools.product(("256", "of order 12", "an identity behind", "no matrix"), ({}, {"group_size": 12})):
