@@ -126,6 +126,7 @@ def _with_signs(x: Tensor, signs: Any, transpose: bool, out: Any, options: dict[
         return hadamard(x * signs, out=out, **options)
     if out is not None:
         check_out(out, x.shape, out, [x, signs])
+        signs = signs if can_write([signs], out, False) else signs.clone()  # which may lie in out
     y = hadamard(x, transpose=True, out=out, **options)
     return y * signs.to(y.dtype) if out is None else y.mul_(signs)
 

@@ -300,7 +300,7 @@ def small_product(
     count, (rows, columns) = len(factors), (1, x.shape[1]) if left else (x.shape[0], 1)
     shapes = [(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors]
     real = [shapes[i] for i in torch_steps.real_factors(shapes)]
-    is_one_product = len(real) == 1 and not backward and not widens(x.dtype)  # whose result is nearly all the memory that it takes
+    is_one_product = len(real) == 1 and not backward and not widens(x, factors)  # whose result is nearly all the memory that it takes
     takes = build.device.type == "cpu" and compiled.is_installed() and fused.takes(x, factors, is_gradient=backward)
     is_faster = takes and is_by_products(x, shapes, rows, columns, left, backward)
     if not (is_one_product or is_faster or torch_steps.is_small(real, rows * columns)):
@@ -325,14 +325,15 @@ def is_by_products(x: Tensor, shapes: Sequence[tuple[int, int]], rows: int, colu
     return x.dtype not in HALF_DTYPES and torch_steps.is_faster(sizes)
 
 
-def widens(dtype: torch.dtype) -> bool:
-    """Whether torch's products of a dtype on CPUs are of float32: 16-bit floats for which the CPU has no instructions."""
-    return dtype in HALF_DTYPES and not (dtype == torch.bfloat16 and torch_internals.multiplies_bfloat16())
+def widens(x: Tensor, factors: Sequence[Tensor]) -> bool:
+    """Whether torch's products on CPUs are of float32: of 16-bit floats beside it, or for which the CPU has no instructions."""
+    is_native = x.dtype == torch.bfloat16 and torch_internals.multiplies_bfloat16() and all([f.dtype == x.dtype for f in factors])
+    return x.dtype in HALF_DTYPES and not is_native
 
 
 def plain_product(build: Builder, x: Tensor, factors: Sequence[Tensor], left: bool) -> Callable[..., Tensor] | None:
     """On a CPU the product of matrices of x and of the factors, of x's dtype, whose result is no view: of one real factor; else None."""
-    if build.device.type != "cpu" or widens(x.dtype) or any([t.ndim != 2 for t in (x, *factors)]):
+    if build.device.type != "cpu" or widens(x, factors) or any([t.ndim != 2 for t in (x, *factors)]):
         return None
     if len(factors) == 1:
         return (lambda x, f: matrix_product(f, x, False)) if left else lambda x, f: matrix_product(x, f, True)

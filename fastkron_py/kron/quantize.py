@@ -142,7 +142,7 @@ def kron_quantize(
     weight: Any
     before, eps, weight = ("", 0.0, None) if prologue is None else _prologue(prologue)
     if type(factors) in (list, tuple) and type(clip_ratio) is float and generator is None and not torch.compiler.is_compiling():
-        given = (x, *[f for f in factors if type(f) not in (int, Hadamard)], *_present(weight))
+        given = _detached([x, *[f for f in factors if type(f) not in (int, Hadamard)], *_present(weight)])
         places = [f if type(f) in (int, Hadamard) else None for f in factors]
         key = "kron_quantize", dtype, group_size, scale_format, before, eps, clip_ratio, precision, *places
         entry = CACHE.find(key, given)
@@ -189,7 +189,7 @@ def kron_quantize(
     step = float(ratio) / (LARGEST[kind] if scale_format == "float32" else 2.0 ** math.floor(math.log2(LARGEST[kind])))
     with torch.no_grad(), without_autocast(x.device):
         # Others stay the tensors that were given: one that comes twice is found in the cache as such.
-        x, weight, *listed = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in (x, weight, *listed)]
+        x, weight, *listed = _detached([x, weight, *listed])
         if generator is not None or any([is_identity(f) for f in listed]):  # between matrices: a product of its own
             matrices = [Hadamard(order, unit)] if order > 1 else listed
             x = _product(_prepared(before, eps, x, weight), [groups, *matrices], precision)
@@ -208,6 +208,10 @@ def _quantized(found: Sequence[Tensor], dtype: Any, scale_format: str) -> Quanti
     if dtype is torch.float4_e2m1fn_x2:
         values = viewed(values, dtype)
     return Quantized(values, viewed(scales, torch.float8_e8m0fnu) if scale_format == "e8m0" else scales)
+
+
+def _detached(given: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple([t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in given])
 
 
 def _present(weight: Any) -> list[Any]:
@@ -393,7 +397,8 @@ def rounded(
 def _integers(v: Tensor, generator: torch.Generator | None) -> Tensor:
     if generator is None:
         return v.round_()
-    return (v + torch.rand(v.shape, generator=generator, dtype=v.dtype, device=v.device)).floor()
+    below = v.floor()  # floor(v + random) would be a number beyond v where the sum is rounded up: the largest one is, in some rows
+    return below + (torch.rand(v.shape, generator=generator, dtype=v.dtype, device=v.device) >= 1 - (v - below))
 
 
 def _floats(v: Tensor, kind: str, generator: torch.Generator | None) -> Tensor:

@@ -34,11 +34,9 @@ def _outside() -> dict[bool, int]:
 
 @lru_cache(maxsize=8)
 def _plain_keys(device_type: str, inference: bool) -> int:
-    """The dispatch keys of a dense tensor without a lazy conjugate or negative and without a forward-mode tangent.
-
-    To be asked where inference mode is on, or off, as the argument says.
-    """
-    return torch_internals.keys_of(torch.empty(0, device=device_type)) if device_type in ("cpu", "cuda") else -1
+    """The dispatch keys of a dense tensor, made in inference mode or not, without a lazy conjugate or negative and without a tangent."""
+    with torch.inference_mode(inference):
+        return torch_internals.keys_of(torch.empty(0, device=device_type)) if device_type in ("cpu", "cuda") else -1
 
 
 def transforms_active() -> bool:
@@ -80,7 +78,7 @@ def takes_fast_path(tensors: Sequence[Tensor | None]) -> bool:
     """Whether torch's dispatcher has nothing to do for an operation on these tensors but record gradients.
 
     Every tensor must be a dense `torch.Tensor` or `Parameter` on a CPU or a CUDA device, and no mode or transform (vmap, fake
-    tensors, tracing, compilation, ...) may be in force.
+    tensors, tracing, compilation, ...) may be in force but inference mode, where tensors may be made in it or not.
     """
     if torch.compiler.is_compiling() or torch_internals.obstacle() is not None:
         return False
@@ -90,7 +88,9 @@ def takes_fast_path(tensors: Sequence[Tensor | None]) -> bool:
     if torch_internals.is_watching():
         return False
     for t in tensors:
-        if t is not None and (type(t) not in TENSOR_TYPES or torch_internals.keys_of(t) != _plain_keys(t.device.type, inference)):
+        if t is None:
+            continue
+        if type(t) not in TENSOR_TYPES or torch_internals.keys_of(t) != _plain_keys(t.device.type, inference and t.is_inference()):
             return False
     return True
 

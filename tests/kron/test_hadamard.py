@@ -99,6 +99,8 @@ def test_transposed_and_with_signs(n: int, device: torch.device) -> None:
             own = x.clone()
             assert hadamard(own, scale=0.5, transpose=transpose, signs=signs, out=own) is own
             assert_close(own, product)
+            of_signs = signs.repeat(3, 1)  # the memory that they are in
+            assert_close(hadamard(x, scale=0.5, transpose=transpose, signs=of_signs[0], out=of_signs), product)
         if device.type == "cpu":
             found = hadamard(x.detach().numpy(), scale=0.5, transpose=transpose, signs=signs.numpy())
             assert_close(torch.from_numpy(found), product)

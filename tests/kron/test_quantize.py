@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_spy import CacheSpy
 
 import fastkron_py
 from fastkron_py import Hadamard, kron_matmul, kron_quantize, reference
@@ -526,6 +527,14 @@ def test_rounding_at_random(backend_name: str, device: torch.device) -> None:
         assert ((nearest.dequantize().double() - clipped).abs() > 10 * deviation).any()
 
 
+def test_numbers_of_a_format_are_not_rounded_at_random(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the random numbers are: the largest one is 2^-24 below 1, and added to a number of many bits it would be 1."""
+    monkeypatch.setattr(torch, "rand", lambda shape, dtype, device, generator: torch.full(shape, 1 - 2**-24, dtype=dtype, device=device))
+    for kind in FORMATS:
+        x = LARGEST[kind] * torch.tensor([[1.0, -1.0], [-1.0, 0.0]], device=device)
+        assert torch.equal(kron_quantize(x, [2], kind, generator=torch.Generator(device)).dequantize(), x)
+
+
 def test_autocast_rounds_products_once(backend_name: str, device: torch.device) -> None:
     """Each path under autocast gives what it gives for operands that were cast by hand."""
     for name, options in itertools.product(("256", "of order 12", "an identity behind", "no matrix"), ({}, {"group_size": 12})):
@@ -637,3 +646,15 @@ def test_refusals() -> None:
         arguments: dict[str, Any] = {"x": torch.zeros(3, 12), "factors": [torch.zeros(3, 4), torch.zeros(4, 5)], "dtype": torch.int8}
         with pytest.raises(error, match=re.escape(message)):
             kron_quantize(**arguments | given)
+
+
+@pytest.mark.parametrize("prologue", [None, "rms_norm"])
+def test_parameters_are_found_in_the_cache(prologue: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy, (x, factors, _) = CacheSpy(monkeypatch), problem([(8, 8), (4, 6)], torch.float32, torch.device("cpu"))
+    weight = torch.nn.Parameter(torch.randn(32))
+    parameters, options = [torch.nn.Parameter(f) for f in factors], {"prologue": prologue and (prologue, weight, 1e-5)}
+    found = [kron_quantize(x, parameters, torch.int8, **options) for _ in range(2)]
+    assert spy.take() == {"kron_quantize": 1}
+    for made in (*found, kron_quantize(x.requires_grad_(), factors, torch.int8, prologue=prologue and (prologue, weight.detach(), 1e-5))):
+        assert torch.equal(made.dequantize(), found[0].dequantize())
+    assert spy.take() == {"kron_quantize": 1}  # tensors that require a gradient and others

@@ -7,6 +7,7 @@ are sums over all rows, whose terms cancel, so their scale is the sum of the ter
 
 from __future__ import annotations
 
+import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +17,7 @@ from canonical_cases import LAYOUTS, by_factors, expected_gradients, problem
 
 import fastkron_py
 from fastkron_py import reference
-from fastkron_py.kron import torch_backend, torch_steps
+from fastkron_py.kron import operator, torch_backend, torch_steps
 from fastkron_py.kron.cpu import compiled
 from fastkron_py.kron.cpu.plan import Sizes
 from fastkron_py.runtime import torch_internals
@@ -301,3 +302,15 @@ def test_wide_factors_of_bfloat16_where_the_cpu_multiplies_it(monkeypatch):
         assert torch_backend._prepared(x, factors)[1][0].dtype == (torch.bfloat16 if has else torch.float32)
         assert torch_backend._prepared(x, [f[:, :8, :8] for f in factors])[1][0].dtype == torch.float32
         assert_close(torch_backend.multiply(x, factors), expected(x, factors), steps=2, magnitude=magnitude(x, factors))
+
+
+def test_float32_factors_beside_bfloat16_where_the_cpu_multiplies_it(monkeypatch):
+    """One product of torch has operands of one dtype: these are multiplied in float32."""
+    monkeypatch.setattr(torch_internals, "multiplies_bfloat16", lambda: True)
+    x = torch.randn(5, 8).bfloat16()
+    for shapes, wide in itertools.product(([(8, 6)], [(8, 6), (1, 1)], [(1, 1), (8, 6)]), ([0], [1], [0, 1])):
+        factors = [torch.randn(shape).to(torch.float32 if i in wide else torch.bfloat16) for i, shape in enumerate(shapes)]
+        truth = x.double() @ reference.kron_dense([f.double() for f in factors])
+        given = [[f.mT.contiguous() for f in factors], x.mT]
+        assert_close(operator.kron_matmul(x, factors, None, 1.0, 0.0, None, "torch", False), truth, steps=2)
+        assert_close(operator.kron_matmul(given[1], given[0], None, 1.0, 0.0, None, "torch", True), truth.mT, steps=2)

@@ -135,7 +135,7 @@ def test_gradients_are_of_the_call_s_own_tensors(spy: Spy) -> None:
 
 
 def test_other_grad_modes(spy: Spy) -> None:
-    """Tensors that require a gradient, with gradients recorded or not, and in inference mode, whose tensors are of another sort."""
+    """Tensors that require a gradient, with gradients recorded or not, and in inference mode, there with tensors of another sort, too."""
     x, w = drawn(requires_grad=True), drawn()
     for turn in range(2):
         assert verb(x, w).requires_grad
@@ -143,12 +143,13 @@ def test_other_grad_modes(spy: Spy) -> None:
             assert not verb(x, w).requires_grad
         with torch.inference_mode():
             assert verb(x, w).is_inference()
-        assert spy.take() == 2 * turn  # a tensor from outside of inference mode goes through the dispatcher
+        assert spy.take() == 3 * turn
     with torch.inference_mode():
         inside = drawn()
         for turn in range(2):
             assert verb(inside, inside).is_inference()
-            assert spy.take() == turn
+            assert verb(inside, w).is_inference()
+            assert spy.take() == 2 * turn
     assert not verb(x.detach(), w).is_inference()
 
 
