@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from sampling import in_full
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -75,6 +76,7 @@ LAYERS: dict[str, Layer] = {
     "GRKAN": Layer(lambda **o: GRKAN(8, 16, 6, num_groups=2, **o), (5, 8), (lambda **o: GRKAN(8, 16, 6, num_groups=2, version="A", **o),)),
 }
 
+WITH_RANGES = [name for name, layer in LAYERS.items() if any(True for _ in layer.make().buffers())]  # which training changes
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 every = pytest.mark.parametrize("name", list(LAYERS))
 
@@ -151,18 +153,7 @@ def test_half_precision(name: str) -> None:
         assert_close(low.float(), y, rms_tol=0.1, max_tol=0.5)
 
 
-@every
-def test_compiled(name: str) -> None:
-    module, x = made(name)
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert_close(compiled(x), module(x))
-    for mine, theirs in zip(gradients(compiled, x), gradients(module, x), strict=True):
-        assert_close(mine, theirs, rms_tol=1e-12, max_tol=1e-11)
-
-
-@every
-@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("name", "training"), [*[(name, False) for name in LAYERS], *in_full([(name, True) for name in WITH_RANGES])])
 def test_compiled_once_for_all_batches(name: str, training: bool) -> None:
     module, x = made(name)
     module.train(training)(x)  # with a range, where it has one
