@@ -22,14 +22,13 @@ from fastkron_py.testing import assert_close
 
 
 class Layer(NamedTuple):
-    """A layer: how it is made, its input's shape, and configurations that have the same parameters' shapes with another meaning."""
+    """A layer: how it is made, and its input's shape."""
 
     make: Callable[..., nn.Module]
     shape: tuple[int, ...]
-    others: tuple[Callable[..., nn.Module], ...] = ()
 
 
-def _merged(layer: LoKrLinear | LoKrConv2d) -> nn.Module:
+def _merged(layer: LoKrLinear) -> nn.Module:
     layer.merge()
     return layer
 
@@ -52,28 +51,18 @@ def _conv(**options: Any) -> LoKrConv2d:
 
 
 LAYERS: dict[str, Layer] = {
-    "GatedMLP": Layer(
-        lambda **o: GatedMLP(8, 6, **o),
-        (5, 8),
-        (lambda **o: GatedMLP(8, 6, activation="gelu", **o), lambda **o: GatedMLP(8, 6, layout="stacked", **o)),
-    ),
+    "GatedMLP": Layer(lambda **o: GatedMLP(8, 6, **o), (5, 8)),
     "GatedMLP, stacked, recomputing": Layer(lambda **o: GatedMLP(8, 6, layout="stacked", backward="recompute", **o), (2, 3, 8)),
-    "LoKrLinear": Layer(_lokr, (5, 12), (lambda **o: _merged(_lokr(**o)),)),
-    "LoKrLinear, merged": Layer(lambda **o: _merged(_lokr(**o)), (5, 12), (_lokr,)),
-    "LoKrConv2d": Layer(_conv, (2, 4, 6, 5), (lambda **o: _merged(_conv(**o)),)),
-    "PolyKANLinear": Layer(
-        lambda **o: PolyKANLinear(6, 5, 4, **o),
-        (5, 6),
-        (lambda **o: PolyKANLinear(6, 5, 4, "legendre", **o), lambda **o: PolyKANLinear(6, 5, 4, normalization="clamp", **o)),
-    ),
+    "LoKrLinear": Layer(_lokr, (5, 12)),
+    "LoKrLinear, merged": Layer(lambda **o: _merged(_lokr(**o)), (5, 12)),
+    "LoKrConv2d": Layer(_conv, (2, 4, 6, 5)),
+    "PolyKANLinear": Layer(lambda **o: PolyKANLinear(6, 5, 4, **o), (5, 6)),
     "PolyKANLinear in a range": Layer(lambda **o: PolyKANLinear(6, 5, 5, "bspline", bias=True, **o), (5, 6)),
-    "KAN": Layer(lambda **o: KAN([6, 4, 3], 4, **o), (5, 6), (lambda **o: KAN([6, 4, 3], 4, "hermite", **o),)),
-    "PolyKANConv2d": Layer(
-        lambda **o: PolyKANConv2d(3, 4, 3, 3, **o), (2, 3, 6, 5), (lambda **o: PolyKANConv2d(3, 4, 3, 3, "hermite", **o),)
-    ),
-    "SplineKANLinear": Layer(lambda **o: SplineKANLinear(6, 5, **o), (5, 6), (lambda **o: SplineKANLinear(6, 5, 6, order=2, **o),)),
-    "GroupRational": Layer(lambda **o: GroupRational(8, 2, **o), (5, 8), (lambda **o: GroupRational(8, 2, version="A", **o),)),
-    "GRKAN": Layer(lambda **o: GRKAN(8, 16, 6, num_groups=2, **o), (5, 8), (lambda **o: GRKAN(8, 16, 6, num_groups=2, version="A", **o),)),
+    "KAN": Layer(lambda **o: KAN([6, 4, 3], 4, **o), (5, 6)),
+    "PolyKANConv2d": Layer(lambda **o: PolyKANConv2d(3, 4, 3, 3, **o), (2, 3, 6, 5)),
+    "SplineKANLinear": Layer(lambda **o: SplineKANLinear(6, 5, **o), (5, 6)),
+    "GroupRational": Layer(lambda **o: GroupRational(8, 2, **o), (5, 8)),
+    "GRKAN": Layer(lambda **o: GRKAN(8, 16, 6, num_groups=2, **o), (5, 8)),
 }
 
 WITH_RANGES = [name for name, layer in LAYERS.items() if any(True for _ in layer.make().buffers())]  # which training changes
@@ -120,17 +109,6 @@ def test_state(name: str) -> None:
     other, _ = made(name)
     other.load_state_dict(torch.load(file, weights_only=True))
     assert_close(other(x), module(x))
-
-
-@every
-def test_a_state_of_another_configuration_is_refused(name: str) -> None:
-    module, x = made(name)
-    for make in LAYERS[name].others:
-        other = make(dtype=torch.float64)
-        before = copy.deepcopy(module)
-        with pytest.raises((RuntimeError, ValueError)):
-            module.load_state_dict(other.state_dict())
-        assert module(x).shape == before(x).shape
 
 
 @every
