@@ -77,10 +77,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_unsampled(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    rest = mark_unsampled(items)
     if HAS_GPU:
         return
+    config.hook.pytest_deselected(items=rest)
+    left_out = set(rest)
+    items[:] = [item for item in items if item not in left_out]
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False")
     for item in items:
         if item.get_closest_marker("gpu"):

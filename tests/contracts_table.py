@@ -35,7 +35,7 @@ CONTRACTS = {
     "writes in place": "to the result or an argument before the backward pass, which raises or is right",
     "jvp": "`torch.func.jvp`, and tangents of the incoming gradient of a cached call",
     "vmap": "`torch.func.vmap` over all tensors, and over the first alone; also inside `torch.compile`, with gradients",
-    "opcheck": "`torch.library.opcheck` of each operator that the call and its backward pass use",
+    "opcheck": "`torch.library.opcheck` of each operator that the call and its backward pass use, without what those below compile",
     "compile": "`torch.compile(fullgraph=True)`, forward and backward",
     "compile, any number of rows": "the same with `dynamic=True`: one graph for all numbers of rows",
     "export": "`torch.export.export`, saved, loaded, run on other tensors, of any number of rows",

@@ -1,7 +1,7 @@
-"""Chooses the cases of each parametrised test that `make test` runs; `make test-full` runs all of them.
+"""Chooses the cases of each parametrised test: some for `make test`, more for `make test-full`, all of them on a GPU.
 
-Helper of conftest: no tests here. The chosen cases hold every value of every parameter, parameters of fixtures included;
-the others get the mark `full`. ``@pytest.mark.sampled(ways=2)`` chooses cases that hold every pair of values.
+Helper of conftest: no tests here. The cases of `make test` hold every value of every parameter, parameters of fixtures included, or every
+pair of values with ``@pytest.mark.sampled(ways=2)``. Those of `make test-full`, which get the mark `full`, hold every pair beside them.
 The choice depends on the collected cases alone: it is the same in every run and on every worker.
 """
 
@@ -23,21 +23,24 @@ def in_full(rows: Iterable[Sequence[Any]]) -> list[Any]:
     return [pytest.param(*row, marks=pytest.mark.full) for row in rows]
 
 
-def mark_unsampled(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of each test that `covering` does not choose as `full`.
+def mark_unsampled(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Mark the cases of each test that `make test` does not run as `full`. Returns those without a new pair of values, which need a GPU.
 
-    Cases marked `full` or `gpu` by themselves count for nothing: `make test` does not run them.
+    Cases marked `full` by themselves are none of `make test`'s, and those marked `gpu` count for nothing.
     """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not {"full", "gpu"} & {m.name for m in item.iter_markers()}:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("gpu"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    rest: list[pytest.Item] = []
     for cases in tests.values():
-        mark = cases[0].get_closest_marker("sampled")
-        chosen = covering(values_of(cases), **(mark.kwargs if mark else {}))
-        for i, case in enumerate(cases):
-            if i not in chosen:
-                case.add_marker(pytest.mark.full)
+        values, mark = values_of(cases), cases[0].get_closest_marker("sampled")
+        offered = [i for i, case in enumerate(cases) if not case.get_closest_marker("full")]
+        chosen = {offered[i] for i in covering([values[i] for i in offered], **(mark.kwargs if mark else {}))}
+        for i in set(offered) - chosen:
+            cases[i].add_marker(pytest.mark.full)
+        rest += [cases[i] for i in {*range(len(cases))} - covering(values, 2, chosen)]
+    return rest
 
 
 def values_of(cases: Sequence[pytest.Function]) -> list[list[Value]]:
@@ -55,15 +58,17 @@ def argument_names(names: str | Sequence[str]) -> list[str]:
     return names.replace(",", " ").split() if isinstance(names, str) else list(names)
 
 
-def covering(cases: Sequence[Sequence[Value]], ways: int = 1) -> set[int]:
-    """Indices of few cases that hold every combination of `ways` values that any case holds.
+def covering(cases: Sequence[Sequence[Value]], ways: int = 1, begun: Iterable[int] = ()) -> set[int]:
+    """Indices of few cases that hold every combination of `ways` values that any case holds, and of those that it is begun with.
 
     Greedy: next comes the case with most new combinations. Among equals comes the case whose pairs of values
     are the rarest so far, so that two short lists do not advance in step.
     """
     wanted = [set(combinations(case, min(ways, len(case)))) for case in cases]
     pairs = [list(combinations(case, 2)) for case in cases]
-    missing, chosen, seen = set().union(*wanted), set(), Counter[tuple[Value, ...]]()
+    chosen = set(begun)
+    missing = set[Hashable]().union(*wanted).difference(*[wanted[i] for i in chosen])
+    seen = Counter([pair for i in chosen for pair in pairs[i]])
     while missing:
         new = [len(case & missing) for case in wanted]
         most = max(new)

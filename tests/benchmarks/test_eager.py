@@ -105,28 +105,17 @@ def test_the_table_of_known_times() -> None:
 
 
 def test_a_run_on_the_cpu(tmp_path: Path) -> None:
-    arguments = [
-        "eager",
-        "row_counts",
-        "--device",
-        "cpu",
-        "--quick",
-        "--count",
-        "1",
-        "--only",
-        "16 x 8^2",
-        "--only",
-        "64^2",
-        "--out",
-        str(tmp_path),
-    ]
-    assert main([*arguments, "--seconds", "2"]) == 0
+    options = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert main(["eager", *options, "--count", "1", "--only", "16 x 8^2", "--seconds", "500"]) == 0
     found = json.loads((tmp_path / "eager.json").read_text())
     assert [case["label"] for case in found["cases"]] == [f"chosen: 16 x 8^2 float32 {kind}" for kind in ("forward", "backward")]
     assert [r["status"] for case in found["cases"] for r in case["results"]] == ["ok"] * 8
     assert "distribution" not in found
-    counted = json.loads((tmp_path / "row_counts.json").read_text())["cases"]
-    assert [case["details"]["compiles"] for case in counted] == [0]  # torch's backend compiles nothing, and the second one had no time left
+    for seconds, compiles, left_out in (("500", [0], 0), ("1e-9", [], 1)):  # torch's backend compiles nothing
+        assert main(["row_counts", *options, "--only", "12 row counts x 64^2", "--seconds", seconds]) == 0
+        counted = json.loads((tmp_path / "row_counts.json").read_text())
+        assert [case["details"]["compiles"] for case in counted["cases"]] == compiles
+        assert len(counted["left_out"]) == left_out
 
 
 def test_all_numbers_of_rows_share_few_kernels() -> None:

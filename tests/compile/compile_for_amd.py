@@ -20,7 +20,8 @@ BFLOAT16 = (
     *("kron 16^4, bfloat16", "kron 128^2, bfloat16", "131^2, copied, bfloat16", "kan, large, bfloat16", "kan, small, bfloat16"),
     *("rational, bfloat16", "linear layer and rational, bfloat16", "gated, large, bfloat16"),
     *("lokr by index, bfloat16", "lokr by index, rank 32, bfloat16"),
-    *("rotation 1024, int8", "rotation 256, SwiGLU, int8", "rotation 256, RMSNorm, int8", "rotation 4^5, MXFP4"),
+    *("rotation 1024, int8", "rotation 4^5, MXFP4"),
+    *("rotation 256, 8192 columns, SwiGLU, int8", "rotation 256, 8192 columns, RMSNorm, int8"),
 )
 OTHERS = (
     *("kron 8^5", "kron 16^4", "kron 128^2", "kron 32^3, float64", "kron 128^2, float64", "kron 32^2, complex64", "kron 2^9, complex128"),

@@ -2,7 +2,7 @@
 
 That is the launch with the largest tiles of each kind: a kernel with one set of dtypes, device functions and parts. Launches that differ in
 tiles, widths and masks alone are left out: what stands in the way of a kernel on another architecture is its products, its functions and
-the memory of its largest tiles. Plans for them are compared by tests/kron/plan and tests/kan; the other tests here compile more for sm_90,
+the memory of its largest tiles. Plans for them are compared by tests/kron/plan and tests/kan; for sm_90 the other tests here compile most,
 and `python tests/compiled_for_gpus.py` compiles everything.
 """
 
@@ -31,10 +31,11 @@ def kernels(triton_cache: Path) -> dict[tuple[str, ...], Kernels]:
 
 def test_every_kernel_was_compiled(kernels: dict[tuple[str, ...], Kernels]) -> None:
     names = {capability: {kernel for _, kernel in kernels[capability,]} for capability in TESTED}
-    assert len({problem for problem, _ in kernels["9.0",]}) > 25
+    assert len({problem for problem, _ in kernels["8.0",]}) > 25
     assert len(names["8.0"]) > 20
     assert all(names[capability] >= names["8.0"] for capability in TESTED if capability != "9.0")
-    assert all("_gemm_kernel" in names[capability] for capability in TESTED if capability != "8.0")
+    assert all("_gemm_kernel" in names[capability] for capability in TESTED if capability not in ("8.0", "9.0"))
+    assert names["9.0"] >= {"_hadamard_fwd_kernel", "_rotate_rows_kernel", "_rotate_segments_kernel", "_indexed_lokr_kernel"}
     assert all(kernels.values())  # of a baseline, the kernels that spill where they are compared: there are some
 
 
@@ -45,7 +46,7 @@ def test_shared_memory_suffices(kernels: dict[tuple[str, ...], Kernels], capabil
     assert {name: found.shared for name, found in kernels[capability,].items() if found.shared > limit} == {}
 
 
-@ARCHITECTURES
+@pytest.mark.parametrize("capability", [capability for capability in TESTED if capability != "9.0"])
 def test_no_more_is_spilled_than_on_hopper(kernels: dict[tuple[str, ...], Kernels], capability: str) -> None:
     """But for a few values."""
     is_3_7 = TRITON_VERSION == (3, 7)

@@ -59,18 +59,6 @@ def test_tensors_without_memory() -> None:
     assert y.shape == (3, 12)
 
 
-def test_dynamic_rows_compile_once(device: torch.device, generator: torch.Generator) -> None:
-    """M marked dynamic: one graph for every M, whatever its remainders by 2, 8 or 16."""
-    counter = CompileCounterWithBackend("aot_eager")
-    _, factors = problem(power(1, 4, 4, 2), torch.float32, device, generator)
-    function = torch.compile(lambda x, fs: kron_matmul(x, fs).relu(), backend=counter, fullgraph=True)
-    for rows in (5, 2, 16, 17, 64, 3):
-        x = torch.randn(rows, 16, device=device)
-        torch._dynamo.mark_dynamic(x, 0)
-        assert_near(function(x, factors), expected(x, factors).relu())
-    assert counter.frame_count == 1
-
-
 def test_dynamic_shapes_with_gradients(device: torch.device, generator: torch.Generator) -> None:
     """dynamic=True: everything symbolic, in backward too."""
     counter = CompileCounterWithBackend("aot_eager")

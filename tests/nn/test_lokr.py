@@ -234,9 +234,10 @@ def test_a_new_sum_or_decomposed_weight_is_the_base_layers_and_learns(name: str)
     expected = torch.autograd.grad(y.square().sum(), list(own.values()))
     for n, got, want in zip(own, found, expected, strict=True):
         assert_close(got, want, steps=256, name=n)
-    torch._dynamo.reset()  # its limit of recompilations is for all cases together
-    torch.compile(layer, backend="aot_eager", fullgraph=True)(x).sum().backward()
-    assert all([p.grad is not None for p in own.values()])
+    if name in ("terms", "linear_outputs", "conv_inputs"):  # of each kind one
+        torch._dynamo.reset()  # its limit of recompilations is for all cases together
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x).sum().backward()
+        assert all([p.grad is not None for p in own.values()])
 
 
 def test_the_base_layers_attributes() -> None:
