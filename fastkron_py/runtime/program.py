@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -377,11 +377,11 @@ class _Straight:
 
     def _allocation(self, make: Make) -> Callable[..., None]:
         """Make a large buffer, or one of another dtype than the first input's."""
-        (shape, strides), by_address = self._layout(make), self._by_address
-        options = {} if make.dtype is None else {"dtype": make.dtype}
+        by_address, options = self._by_address, {} if make.dtype is None else {"dtype": make.dtype}
+        empty = methodcaller("new_empty_strided", *self._layout(make), **options)
 
         def allocate(slots: list[Any], tensors: list[Any], _: Any) -> None:
-            t = tensors[0].new_empty_strided(shape, strides, **options)
+            t = empty(tensors[0])
             tensors.append(t)
             slots.append(t.data_ptr() if by_address else t)
 
@@ -439,7 +439,7 @@ class _Straight:
 
     def _drop(self, numbers: Sequence[int]) -> Callable[..., None]:
         """Let go of values after their last reader is launched: from then on, the stream's order guards them."""
-        of_slots = [self._slots[number] for number in numbers]
+        of_slots = [] if self._by_address else [self._slots[number] for number in numbers]  # addresses keep no memory
         sources = {key: key.source if isinstance(key, View) else key for key in self._tensors}
         of_tensors = [place for key, place in self._tensors.items() if sources[key] in numbers]
 
