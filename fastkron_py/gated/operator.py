@@ -18,15 +18,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastkron_py.gated import program, torch_backend
 from fastkron_py.gated.program import NUM_TENSORS, sizes
 from fastkron_py.runtime import torch_internals
-from fastkron_py.runtime.batching import take, vmap_by_sample
+from fastkron_py.runtime.batching import vmap_by_sample
 from fastkron_py.runtime.eager import TENSOR_TYPES, takes_fast_path, wants_gradient
-from fastkron_py.runtime.operator import Operator, Saved
+from fastkron_py.runtime.operator import GradientCall, Operator, Saved
 from fastkron_py.runtime.operator_pair import fake_gradients, gradient_operator, gradient_schema
 from fastkron_py.runtime.precision import torch_products
 from fastkron_py.runtime.program import order_of
@@ -59,7 +58,7 @@ def _fake_saving(
     return x.new_empty(shape), x.new_empty((rows, 2 * hidden))
 
 
-def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
+def _gradient_call(saved: Saved, dy: Tensor) -> GradientCall:
     pairs = saved.kept[0] if saved.kept else None
     tensors = (dy, *saved.tensors, pairs)
     bias = saved.tensors[3]
@@ -67,10 +66,8 @@ def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
     in_place = not is_bias_of_rows and (
         saved.alone and pairs is not None and takes_fast_path(tensors) and not torch_internals.keeps_graph() and not wants_gradient(tensors)
     )
-    found = (gated_linear_backward_ if in_place else gated_linear_backward)(*tensors, *saved.needs, *saved.options)
-    if pairs is not None and in_place:
-        torch.autograd.graph.increment_version(pairs)  # whoever reads them nevertheless gets an error
-    return take(found, saved.needs)
+    operator = gated_linear_backward_ if in_place else gated_linear_backward
+    return GradientCall.of(operator, tensors, (*saved.needs, *saved.options), saved.needs)._replace(overwritten=pairs if in_place else None)
 
 
 def _in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> Tensor:
@@ -92,7 +89,7 @@ gated_linear = Operator(
     f"gated_linear({_TENSORS}, {_OPTIONS}) -> Tensor",
     program=program.forward,
     fake=_fake,
-    backward=_backward,
+    gradient_call=_gradient_call,
     vmap=_vmap,
     in_torch=_in_torch,
     places=lambda tensors: order(*tensors[1:3]),
@@ -101,7 +98,7 @@ gated_linear_saving = Operator(
     f"gated_linear_saving({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
     program=partial(program.forward, saving=True),
     fake=_fake_saving,
-    backward=_backward,
+    gradient_call=_gradient_call,
     vmap="samples",
     in_torch=_in_torch,
     kept=1,

@@ -94,8 +94,7 @@ def gradients_into(
     tensors = dy, x, *factors, *(() if dx is None else (dx,))
     key = "gradients_into", *needs, alpha == 1, precision, *about(tensors), tensors[0].device
     with torch.no_grad():
-        found: list[Tensor] = CACHE.program(key, lambda: _gradients(tensors, needs, alpha, precision))(tensors, (alpha,))
-    return found
+        return list(CACHE.program(key, lambda: _gradients(tensors, needs, alpha, precision))(tensors, (alpha,)))
 
 
 def _gradients(tensors: Sequence[Tensor], needs: Sequence[bool], alpha: float, precision: str | None) -> Program:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -176,8 +175,9 @@ class LoKrLayer(Configured):
 
     def adapter(self) -> Adapter:
         """The factors, with the terms before them if there are several, and the scale."""
-        sizes = self._shape[2:]
-        return Adapter.of(partial(getattr, self), self.scale, Window.of(self.base_layer) if sizes else None, sizes)
+        sizes, own = self._shape[2:], self._parameters  # self.lokr_w1 takes longer; a parametrization is found there alone
+        get = lambda name: own[name] if name in own else getattr(self, name)  # noqa: E731
+        return Adapter.of(get, self.scale, Window.of(self.base_layer) if sizes else None, sizes)
 
     @property
     def weight(self) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.backend import settings
@@ -68,6 +69,7 @@ class GradientCall(NamedTuple):
     # for each tensor of the forward call the number of its gradient among the results, `DY` for the incoming gradient itself, or None where
     # no gradient is needed
     places: tuple[int | None, ...]
+    overwritten: Tensor | None = None  # one of the tensors, which the operator writes to: saved by a graph that is not kept
 
     @classmethod
     def of(cls, operator: Operator, tensors: Sequence[Tensor | None], options: Sequence[Any], needs: Sequence[bool]) -> GradientCall:
@@ -81,6 +83,8 @@ class GradientCall(NamedTuple):
         if any([place not in (None, DY) for place in self.places]):
             found = self.operator(*self.operator._schema.listed(self.tensors), *self.options)
             found = [found] if isinstance(found, Tensor) else found
+        if self.overwritten is not None:
+            increment_version(self.overwritten)  # whoever reads it nevertheless gets an error
         return [None if place is None else dy if place == DY else found[place] for place in self.places]
 
 
@@ -229,14 +233,19 @@ class Operator:
 
     def _call_of(self, program: Program, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
         """The function that runs a program on tensors like these; where a gradient is wanted, autograd's rule or the program's own."""
-        plain = program.plain
+        plain, run, numbers = program.plain, program.__call__, self._numbers  # Python calls a method in less time than its object
         if plain is not None and (program.differentiable is not None or not wants_gradient(tensors)):
             return lambda given, options: plain(*given)
         if wants_gradient(tensors):
-            return partial(self._by_autograd, program) if program.differentiable is not None else Differentiable(self, tensors, program)
+            if program.differentiable is not None:
+                return partial(self._by_autograd, program)
+            call, apply = Differentiable(self, tensors, program), self._apply
+            if call.is_single:
+                return lambda given, options: apply(call, options, *given)
+            return lambda given, options: self._shown(apply(call, options, *given), program.saved)
         if not self._is_single:
             return lambda given, options: self._shown(self._results(program, given, options))
-        return lambda given, options: program(given, self._numbers(options))[0]
+        return lambda given, options: run(given, numbers(options))[0]
 
     def _by_autograd(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
         """The result of a program whose operations autograd records."""
@@ -265,7 +274,7 @@ class Operator:
     def _results(self, program: Program, given: Sequence[Tensor], options: Sequence[Any]) -> Any:
         """A program's results as the schema has them."""
         found = program(given, self._numbers(options))
-        return found[0] if self._is_single else found if self._schema.returns == "Tensor[]" else tuple(found)
+        return found[0] if self._is_single else list(found) if self._schema.returns == "Tensor[]" else tuple(found)
 
     def _shown(self, found: Any, saved: int = 0) -> Any:
         """The results but for those that are kept, and those that the program saves; autograd functions make tuples of lists."""
@@ -406,10 +415,13 @@ class _Reverse(NamedTuple):
 
     key: tuple[Any, ...]  # the forward call's options, and the settings that were in force
     check: Callable[..., bool]  # whether other tensors are like the program's inputs
-    program: Program  # that it ran
+    takes: Callable[[Sequence[Tensor]], bool] | None  # as of `Entry`
+    run: Callable[..., Sequence[Tensor]]  # the program
     numbers: tuple[float, ...]  # the program's scalars
-    picks: Callable[[Any], tuple[Tensor, ...]]  # its inputs, as numbers among dy and the saved tensors
-    # from the program's results, dy and None to the gradients of the tensors that there are
+    is_kept: bool | None  # whether the graph was kept for another backward pass; None where that makes no difference
+    overwritten: int | None  # a saved tensor that the program writes to, by its number among dy and the saved tensors
+    picks: Callable[[Any], tuple[Tensor, ...]] | None  # its inputs, as numbers among dy and the saved tensors; None for all in this order
+    # from the program's results, dy and None to what the node returns: the gradients of the tensors that there are
     spread: Callable[[Any], tuple[Tensor | None, ...]]
 
 
@@ -417,7 +429,8 @@ class Differentiable:
     """A call of an operator where gradients are wanted: what it saves, and the programs of its backward passes.
 
     Attributes:
-        program: of a call on the eager fast path.
+        name: of the operator.
+        run: the program of a call on the eager fast path.
         alone: as of `Saved`.
         count: of the tensors, those that are absent among them.
         present: tensors that are there, by index.
@@ -428,12 +441,13 @@ class Differentiable:
         reverses: backward passes that were made.
     """
 
-    __slots__ = ("_operator", "_picks", "alone", "count", "is_single", "kept", "present", "program", "read", "reverses", "shapes")
+    __slots__ = ("_picks", "alone", "count", "is_single", "kept", "name", "present", "read", "reverses", "run", "shapes")
 
     def __init__(self, operator: Operator, tensors: Sequence[Tensor | None], program: Program | None = None, *, alone: bool = True) -> None:
         """For tensors like these."""
         saved = 0 if program is None else program.saved
-        self._operator, self.program, self.alone, self.count = operator, program, alone, len(tensors)
+        self.run: Any = None if program is None else program.__call__
+        self.name, self.alone, self.count = operator.name, alone, len(tensors)
         self.kept, self.is_single = operator._kept + saved, operator._is_single and not saved
         unsaved = {i % self.count for i in operator._unsaved}
         self.present = [i for i, t in enumerate(tensors) if t is not None]
@@ -441,11 +455,6 @@ class Differentiable:
         self._picks = None if self.read == self.present else [self.present.index(i) for i in self.read]
         self.shapes = None if self._picks is None else [None if t is None else t.shape for t in tensors]
         self.reverses: list[_Reverse] = []
-
-    def __call__(self, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
-        """The results but for those that are kept."""
-        found = self._operator._apply(self, options, *given)
-        return found if self.is_single else self._operator._shown(found, self.program.saved)  # type: ignore[union-attr]
 
     def spread(self, values: Sequence[Any], indices: Sequence[int], absent: Any = None) -> tuple[Any, ...]:
         """Values for all tensors, of those for some."""
@@ -474,15 +483,25 @@ class Differentiable:
             ctx.save_for_backward(*values)
         return values
 
-    def reverse(self, options: tuple[Any, ...], values: tuple[Any, ...]) -> Sequence[Tensor | None] | None:
-        """The gradients by a program that a backward pass like this one has run, None if there was none; values: dy and what was saved."""
+    def reverse(self, options: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Tensor | None, ...] | None:
+        """What the node returns, by a program that a backward pass like this one has run, None if there was none.
+
+        Args:
+            options: of the call.
+            values: dy and what was saved.
+        """
         if _is_watching() or is_logged():
             return None
         wanted = options, settings()
-        for key, check, program, numbers, picks, spread in self.reverses:
-            given = picks(values)
-            if key == wanted and check(*given) and (not program.has_places or program.takes(given)):
-                return spread([*program(given, numbers), values[0], None])
+        for key, check, takes, run, numbers, is_kept, overwritten, picks, spread in self.reverses:
+            given = values if picks is None else picks(values)
+            if key != wanted or not check(*given) or not (takes is None or takes(given)):
+                continue
+            if is_kept is None or is_kept == torch_internals.keeps_graph():
+                found = run(given, numbers)
+                if overwritten is not None:
+                    increment_version(values[overwritten])
+                return spread((*found, values[0], None))
         return None
 
     def keep(self, call: GradientCall, options: tuple[Any, ...], values: tuple[Any, ...]) -> None:
@@ -491,10 +510,14 @@ class Differentiable:
         picks = [next((i for i, v in enumerate(values) if v is t), -1) for t in given]
         entry = operator.entry(call.tensors, call.options) if given and -1 not in picks else None
         if entry is not None and entry.program is not None:
-            places = [call.places[i] for i in self.present]
+            places = [None, None, *[call.places[i] for i in self.present]]  # of a node's arguments
             spread = picker([-1 if place is None else -2 if place == DY else place for place in places])
+            picked = None if picks == list(range(len(values))) else picker(picks)
+            overwritten = next((i for i, v in enumerate(values) if v is call.overwritten), None)
+            is_kept = torch_internals.keeps_graph() if self.kept else None  # what was saved for this alone may be overwritten
+            run, numbers = entry.program.__call__, operator._numbers(call.options)
             self.reverses.append(
-                _Reverse((options, settings()), entry.check, entry.program, operator._numbers(call.options), picker(picks), spread)
+                _Reverse((options, settings()), entry.check, entry.takes, run, numbers, is_kept, overwritten, picked, spread)
             )
             del self.reverses[:-_MOST_REVERSES]
 
@@ -516,11 +539,12 @@ def _node_of(operator: Operator) -> type[torch.autograd.Function]:
                 return made
         return operator._reverse(ctx, needs, found, cotangents)
 
+    numbers = operator._numbers
+
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, call: Differentiable, options: tuple[Any, ...], *given: Tensor) -> Any:
-            program: Program = call.program  # type: ignore[assignment]
-            found: Any = program(given, operator._numbers(options))
+            found: Any = call.run(given, numbers(options))
             found = found[0] if call.is_single else tuple(found)
             call.save(ctx, given, options, found)
             return found
@@ -529,12 +553,14 @@ def _node_of(operator: Operator) -> type[torch.autograd.Function]:
         def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
             call, found = ctx.call, ctx.saved_tensors  # read once: a checkpoint makes them anew
             is_first_order = not _is_grad_enabled()
-            made = call.reverse(ctx.options, (cotangents[0], *found)) if is_first_order and call.reverses else None
-            if made is None:
+            returned: tuple[Any, ...] | None = None
+            if is_first_order and call.reverses:
+                returned = call.reverse(ctx.options, (cotangents[0], *found))
+            if returned is None:
                 needs = ctx.needs_input_grad[2:]
                 made = general((ctx, needs if is_first_order else asked_for(ctx, needs), found), *cotangents)
-                made = [made[i] for i in call.present]
-            return None, None, *made
+                returned = None, None, *[made[i] for i in call.present]
+            return returned
 
     Node.__name__ = Node.__qualname__ = operator.name
     return Node

@@ -12,7 +12,8 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from functools import partial
+from operator import itemgetter, methodcaller
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -32,17 +33,10 @@ def order_of(distance: int) -> int:
     return (distance > 0) - (distance < 0)
 
 
-class Place:
-    """Memory that is no tensor's first element."""
+class Place(int):
+    """The address of memory that is no tensor's first element."""
 
-    __slots__ = ("_address",)
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def data_ptr(self) -> int:
-        """As of a tensor: all that a launch asks of a descriptor's memory."""
-        return self._address
+    data_ptr = int.__int__  # as of a tensor: all that a launch asks of a descriptor's memory
 
 
 def template_of(descriptor: Any) -> Template:
@@ -151,9 +145,10 @@ class Places(NamedTuple):
 
 _POOL: Final = -1  # the number of the pool among a run's tensors
 _MOST_KEPT: Final = 8  # runs of a program: pairs of a stream and scalars
+_FRESH: Final = (torch.mm, torch.bmm)  # functions of torch whose results are no views
 _ALIGNED: Final = 15  # bits of an address that are zero, as compiled kernels and descriptors want it
 
-Run = Callable[[Sequence[Tensor], tuple[float, ...]], list[Tensor]]  # of the inputs and the scalars
+Run = Callable[[Sequence[Tensor], tuple[float, ...]], Sequence[Tensor]]  # of the inputs and the scalars
 
 
 class Program:
@@ -197,6 +192,8 @@ class Program:
         self.saved = 0
         self.has_scalars = any([isinstance(s, Scalar) for step in steps for s in step.scalars])
         self._has_calls = any([step.results is not None for step in steps])
+        made = {number for step in steps if step.results and step.run not in _FRESH for number in step.results}
+        self._may_view = any([number in made or shape is not None for number, shape in results])  # whether a result may be a view
         self._aligned, self._orders = places
         self.has_places = bool(self._aligned or self._orders)
         self._device_type = "cpu" if device.type == "meta" else device.type
@@ -218,7 +215,7 @@ class Program:
                 return False
         return True
 
-    def __call__(self, given: Sequence[Tensor], scalars: tuple[float, ...] = ()) -> list[Tensor]:
+    def __call__(self, given: Sequence[Tensor], scalars: tuple[float, ...] = ()) -> Sequence[Tensor]:
         """The results on these inputs.
 
         Args:
@@ -238,14 +235,17 @@ class Program:
                 run = self.by_tensors
         if not self._has_calls:
             return run(given, scalars)
+        # A context costs as much as a small product.
+        is_recorded = torch.is_grad_enabled() and any([t.requires_grad for t in given])
+        if not (is_recorded or self._may_view or torch.is_autocast_enabled(self._device_type)):
+            return run(given, scalars)
         with unseen_by_autograd(self._device_type):
-            # Another context costs as much as a small product.
-            if not torch.is_grad_enabled() or not any([t.requires_grad for t in given]):
+            if not is_recorded:
                 return run(given, scalars)
             with torch.no_grad():
                 return run(given, scalars)
 
-    def by_tensors(self, given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
+    def by_tensors(self, given: Sequence[Tensor], scalars: tuple[float, ...]) -> Sequence[Tensor]:
         """The results by way of Triton's JIT functions, which also compile, and take any alignment."""
         key = (None, *map(bits, scalars)) if self.has_scalars else None
         run = self._runs.get(key)
@@ -282,14 +282,16 @@ class Program:
 
 Op = tuple[Callable[..., Any] | None, Callable[..., Any], tuple[Any, ...]]
 """A launch, the function that picks its operands from the slots, its other arguments; or None, and a function of both lists."""
+Derived = Shift | Descriptor | tuple[int, tuple[int, ...]]
+"""A place, a descriptor or a tuple."""
 
 
 class _Straight:
     """A program's run: closures over positions in two lists, so that a run looks nothing up.
 
     Slots are what launches are handed: addresses, or tensors where kernels are not compiled. Tensors are what torch is handed. A run
-    begins both with the inputs, the small buffers and the pool, and appends to both in the order of the steps. A view that several calls
-    of torch are handed is made once.
+    begins both with the inputs, the small buffers and the pool, and what launches derive from these alone, and appends to both in the
+    order of the steps. A view that several calls of torch are handed is made once.
     """
 
     def __init__(
@@ -320,6 +322,7 @@ class _Straight:
             self._add(_POOL)
         for number, *_ in pool.parts:
             self._derive(number)
+        self._derivations = [function for step in program._steps for function in self._derived(step)]
         ready = iter(launches or ())
         self._ops = [op for step in program._steps for op in self._ops_of(step, ready)]
 
@@ -346,7 +349,8 @@ class _Straight:
 
     def _picker(self, numbers: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
         """The function from the slots to a tuple of these values."""
-        return picker([self._slots[number] for number in numbers])
+        picks = picker([self._slots[number] for number in numbers])
+        return picks if len(numbers) > 1 else lambda slots: tuple(picks(slots))
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -359,26 +363,25 @@ class _Straight:
         if step.results is not None:
             yield None, self._call(step), ()
         else:
-            derived = [number for number, *_ in (*step.shifts, *step.tuples, *step.descriptors)]
-            if derived:
-                yield None, self._derivation(step), ()
+            for function in self._derived(step):
+                yield None, partial(_append, function), ()
             rest = [self._patterns[s.index] if isinstance(s, Scalar) else s for s in step.scalars]
             if self._by_address:
                 kernel = next(ready)
                 yield kernel.bound(self._stream), self._picker(step.operands), (*kernel.between, *rest, *kernel.after)
             else:
                 yield step.run, self._picker(step.operands), tuple(rest)
-            drops = drops if self._by_address else [*drops, *derived]
+            drops = drops if self._by_address else [*drops, *[number for number, *_ in (*step.shifts, *step.tuples, *step.descriptors)]]
         if drops:
             yield None, self._drop(drops), ()
 
     def _allocation(self, make: Make) -> Callable[..., None]:
         """Make a large buffer, or one of another dtype than the first input's."""
-        (shape, strides), by_address = self._layout(make), self._by_address
-        options = {} if make.dtype is None else {"dtype": make.dtype}
+        by_address, options = self._by_address, {} if make.dtype is None else {"dtype": make.dtype}
+        empty = methodcaller("new_empty_strided", *self._layout(make), **options)
 
         def allocate(slots: list[Any], tensors: list[Any], _: Any) -> None:
-            t = tensors[0].new_empty_strided(shape, strides, **options)
+            t = empty(tensors[0])
             tensors.append(t)
             slots.append(t.data_ptr() if by_address else t)
 
@@ -404,12 +407,8 @@ class _Straight:
             for source, shape, strides, offset in fresh:
                 t = tensors[source]
                 tensors.append(t.as_strided(shape, strides, t.storage_offset() + offset) if offset else t.as_strided(shape, strides))
-            given = operands(tensors)
-            if constants is not None:
-                given += constants
-            else:
-                given += tuple([number if index is None else scalars[index] for index, number in numbers])
-            found = function(*given)
+            rest = [number if index is None else scalars[index] for index, number in numbers] if constants is None else constants
+            found = function(*operands(tensors), *rest)
             if has_results:
                 made: Sequence[Tensor] = (found,) if isinstance(found, Tensor) else found
                 tensors += made
@@ -417,39 +416,30 @@ class _Straight:
 
         return call
 
-    def _derivation(self, step: Step) -> Callable[..., None]:
-        """Work out the places, tuples and descriptors of a launch."""
-        at, by_address = self._slots, self._by_address
-        shifts = [(at[source], nbytes, elements) for _, source, nbytes, elements in step.shifts]
-        for number, *_ in step.shifts:
-            self._derive(number)
-        tuples = []
-        for number, parts in step.tuples:
-            tuples.append(self._picker(parts))
-            self._derive(number)
-        ends = [None if d.other is None else at[d.other] for d in step.descriptors]
-        descriptors = [d._replace(source=at[d.source], other=other) for d, other in zip(step.descriptors, ends, strict=True)]
-        for number, *_ in descriptors:
-            self._derive(number)
+    def _derived(self, step: Step) -> Iterator[Callable[[list[Any]], Any]]:
+        """Functions from the slots to the places, tuples and descriptors of a launch which are not there yet, and whose values are."""
+        derived: list[Derived] = [*step.shifts, *step.tuples, *step.descriptors]
+        for one in derived:
+            if one[0] not in self._slots and all([source in self._slots for source in _sources(one)]):
+                yield self._derivation(one)
+                self._derive(one[0])
 
-        if len(tuples) == 1 and not shifts and not descriptors:
-            (alone,) = tuples
-            return lambda slots, tensors, _: slots.append(alone(slots))
-
-        def derive(slots: list[Any], tensors: list[Any], _: Any) -> None:
-            for source, nbytes, elements in shifts:
-                base = slots[source]
-                slots.append(base + nbytes if by_address else base.as_strided((1,), (1,), base.storage_offset() + elements))
-            for parts in tuples:
-                slots.append(parts(slots))
-            for descriptor in descriptors:
-                slots.append(_made_descriptor(descriptor, slots))
-
-        return derive
+    def _derivation(self, derived: Derived) -> Callable[[list[Any]], Any]:
+        """The function from the slots to one of these."""
+        at = self._slots
+        if isinstance(derived, Shift):
+            _, source, nbytes, elements = derived._replace(source=at[derived.source])
+            if self._by_address:
+                return lambda slots: slots[source] + nbytes
+            return lambda slots: slots[source].as_strided((1,), (1,), slots[source].storage_offset() + elements)
+        if isinstance(derived, Descriptor):
+            other = None if derived.other is None else at[derived.other]
+            return partial(_made_descriptor, derived._replace(source=at[derived.source], other=other))
+        return self._picker(derived[1])
 
     def _drop(self, numbers: Sequence[int]) -> Callable[..., None]:
         """Let go of values after their last reader is launched: from then on, the stream's order guards them."""
-        of_slots = [self._slots[number] for number in numbers]
+        of_slots = [] if self._by_address else [self._slots[number] for number in numbers]  # addresses keep no memory
         sources = {key: key.source if isinstance(key, View) else key for key in self._tensors}
         of_tensors = [place for key, place in self._tensors.items() if sources[key] in numbers]
 
@@ -476,7 +466,7 @@ class _Straight:
         at = iter(range(-len(constants), 0))
         numbers = picker([s.index if isinstance(s, Scalar) else next(at) for s in step.scalars])
 
-        def run(given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
+        def run(given: Sequence[Tensor], scalars: tuple[float, ...]) -> Sequence[Tensor]:
             found = function(*operands(given), *numbers(scalars + constants))
             return [found] if isinstance(found, Tensor) else found
 
@@ -490,9 +480,11 @@ class _Straight:
         program, ops, by_address, pool, data_ptr = self._program, self._ops, self._by_address, self._program._pool, Tensor.data_ptr
         shapes, strides = [shape for shape, _ in self._made], [strides for _, strides in self._made]
         offsets = [offset for _, offset, *_ in pool.parts]
-        results = [(self._tensors[number], shape) for number, shape in program._results]
+        derivations, shapes_of_results = self._derivations, [shape for _, shape in program._results]
+        results = picker([self._tensors[number] for number, _ in program._results])
+        are_reshaped = any([shape is not None for shape in shapes_of_results])
 
-        def run(given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
+        def run(given: Sequence[Tensor], scalars: tuple[float, ...]) -> Sequence[Tensor]:
             tensors: list[Any] = [*given, *map(given[0].new_empty_strided, shapes, strides)]
             if by_address:
                 slots: list[Any] = [*map(data_ptr, tensors)]
@@ -502,14 +494,30 @@ class _Straight:
                     slots += map(slots[-1].__add__, offsets)
             else:
                 slots = [*tensors, *_parts(pool, tensors[-1])] if offsets else [*tensors]
+            for derivation in derivations:
+                slots.append(derivation(slots))
             for launch, function, rest in ops:
                 if launch is None:
                     function(slots, tensors, scalars)
                 else:
-                    launch(*function(slots), *rest)
-            return [tensors[number] if shape is None else tensors[number].view(shape) for number, shape in results]
+                    launch(*function(slots) + rest)
+            found: Sequence[Tensor] = results(tensors)
+            if not are_reshaped:
+                return found
+            return [t if shape is None else t.view(shape) for t, shape in zip(found, shapes_of_results, strict=True)]
 
         return run
+
+
+def _append(function: Callable[[list[Any]], Any], slots: list[Any], *_: Any) -> None:
+    slots.append(function(slots))
+
+
+def _sources(derived: Derived) -> tuple[int, ...]:
+    """The values that a place, a descriptor or a tuple is derived from."""
+    if isinstance(derived, Descriptor):
+        return (derived.source,) if derived.other is None else (derived.source, derived.other)
+    return (derived.source,) if isinstance(derived, Shift) else derived[1]
 
 
 def _parts(pool: Pool, t: Tensor) -> list[Tensor]:
@@ -528,9 +536,8 @@ def _made_descriptor(descriptor: Descriptor, values: Sequence[Any]) -> Any:
     return remade(descriptor.type, template, Place(base) if is_address else base)
 
 
-def picker(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """The function from a list to a tuple of these elements of it."""
-    if len(indices) == 1:
-        (only,) = indices
-        return lambda values: (values[only],)
-    return itemgetter(*indices) if indices else lambda values: ()
+def picker(indices: Sequence[int]) -> Callable[[Any], Any]:
+    """The function from a list or a tuple to these elements of it: to a tuple, or as a slice if there are less than two."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return itemgetter(slice(indices[0], indices[0] + 1 or None) if indices else slice(0))  # -1 is the last one

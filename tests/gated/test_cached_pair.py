@@ -121,7 +121,18 @@ def test_saved_projections_are_overwritten_unless_the_graph_is_kept(keeps: bool,
         assert_right(given, y, torch.randn_like(y), retain_graph=keeps)
         assert torch.equal(pairs, before) is keeps
         assert (pairs._version == version) is keeps
-    assert served(spy) == (1, 1)
+    assert spy.take() == {"gated_linear_saving": 1, "gated_linear_saving_backward": 1}  # by the node, which looks nothing up
+
+
+def test_a_graph_may_be_kept_by_one_pass_and_not_by_the_next(spy: CacheSpy, device: torch.device) -> None:
+    given = layer(device)
+    dy = torch.randn(2, 3, DEPTH, device=device)
+    for keeps in (True, False, True, True, False, False):
+        y = result(given)
+        for _ in range(keeps):
+            assert_right(given, y, dy, retain_graph=True)
+        assert_right(given, y, dy)
+    assert served(spy) == (5, 7)
 
 
 def test_nobody_overwrites_what_the_operator_returned(spy: CacheSpy, device: torch.device) -> None:

@@ -24,9 +24,10 @@ from fastkron_py.runtime import backend
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.call_cache import CACHE, CallCache, Entry
 from fastkron_py.runtime.gpu import HOPPER
+from fastkron_py.runtime.operator import Differentiable, Operator
 
 ENCODED: list[Any] = []
-SERVED: list[Entry] = []  # calls that were found in the cache
+SERVED: list[Any] = []  # calls that were found in the cache
 
 
 def encode(*arguments: Any) -> str:
@@ -65,8 +66,8 @@ class Driver(H100):
 
 
 def count_served() -> None:
-    """Write down the entries of the cache that serve calls."""
-    inner = CallCache.find
+    """Write down the entries of the cache that serve calls, and the backward passes that run an earlier one's program."""
+    inner, look_up, reverse = CallCache.find, Operator.entry, Differentiable.reverse
 
     def find(cache: CallCache, *arguments: Any) -> Entry | None:
         entry = inner(cache, *arguments)
@@ -74,7 +75,20 @@ def count_served() -> None:
             SERVED.append(entry)
         return entry
 
-    CallCache.find = find  # type: ignore[method-assign]
+    def looked_up(*arguments: Any) -> Entry | None:  # makes no call
+        before = list(SERVED)
+        entry = look_up(*arguments)
+        SERVED[:] = before
+        return entry
+
+    def reversed_by(call: Differentiable, *arguments: Any) -> Any:
+        found = reverse(call, *arguments)
+        if found is not None:
+            SERVED.append(found)
+        return found
+
+    CallCache.find, Operator.entry = find, looked_up  # type: ignore[method-assign]
+    Differentiable.reverse = reversed_by  # type: ignore[method-assign]
 
 
 def ways(call: Callable[[], Callable[[], Any]]) -> dict[str, Any]:

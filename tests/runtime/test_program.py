@@ -292,6 +292,23 @@ def test_buffers_are_made_as_torch_is_handed_them(is_compiled: bool) -> None:
             torch.testing.assert_close(t, want[: t.numel()].view(shape), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("function", [lambda t: t.clone()[1:], torch.mm], ids=["a view", "no view"])
+def test_results_of_calls_may_be_changed_in_place(function: Any) -> None:
+    """Where autograd records, too: none is known to it as a view that was made without it."""
+    a, b = drawn(5, 4), drawn(4, 3)
+    build = Builder((a, b))
+    operands, shape = (build.inputs, (5, 3)) if function is torch.mm else (build.inputs[:1], (4, 4))
+    program = build.program([build.call(function, operands, describe(shape, F64))])
+    weight = torch.ones((), dtype=F64, requires_grad=True)
+    for _ in range(2):
+        with torch.no_grad():
+            (y,) = program((a, b))
+        wanted = 2 * (a @ b if function is torch.mm else a[1:])
+        (slope,) = torch.autograd.grad(y.mul_(2 * weight).sum(), weight)
+        torch.testing.assert_close(y.detach(), wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(slope, wanted.sum(), rtol=1e-12, atol=1e-12)
+
+
 def test_a_result_is_what_a_step_makes() -> None:
     assert Builder((drawn(),)).program([])((drawn(),)) == []
     build = Builder((drawn(),))
