@@ -53,7 +53,7 @@ def busy() -> str:
     cores, threads = os.cpu_count() or 1, torch.get_num_threads()
     if load <= cores - threads + 0.5:
         return ""
-    return f"warning: the machine is busy (load {load:.1f} on {cores} cores, {threads} threads of torch): times may be too long"
+    return f"warning: the machine is busy (load {load:.1f}; torch uses {threads} of {cores} cores): times may be too long"
 
 
 def source_tree() -> Path | None:

@@ -69,7 +69,7 @@ def device_name(device: torch.device) -> str:
     """The GPU's name; of a CPU, the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads of {os.cpu_count()}"
+    return f"{device.type}, {torch.get_num_threads()} of {os.cpu_count()} threads"
 
 
 def bytes_text(count: float) -> str:

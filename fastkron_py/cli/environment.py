@@ -32,7 +32,8 @@ def host_memory() -> int | None:
 def devices() -> list[dict[str, Any]]:
     """The CPU, then every CUDA device; its parameters choose kernels, measured or estimated from a data sheet."""
     names = ("device", "name", "capability", "memory_bytes", "record", "measured")
-    found: list[tuple[Any, ...]] = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", None, host_memory(), None, None)]
+    cpu = f"{platform.machine()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
+    found: list[tuple[Any, ...]] = [("cpu", cpu, None, host_memory(), None, None)]
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         capability, gpu = f"{properties.major}.{properties.minor}", gpu_of(torch.device("cuda", i))

@@ -150,7 +150,7 @@ def kron_quantize(
             return _quantized(entry.call(given, entry.options), dtype, scale_format)
     kind = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     if kind not in LARGEST or (kind == INT4) is not isinstance(dtype, str):
-        raise type_error("dtype", _FORMATS, dtype)
+        raise type_error("dtype", _FORMATS, repr(dtype))
     if scale_format not in SCALES:
         raise value_error("scale_format", '"float32" or "e8m0"', repr(scale_format))
     listed = factors_and_identities(factors)

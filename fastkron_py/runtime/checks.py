@@ -128,7 +128,7 @@ def check_dense(name: str, t: Any, expected: str, dtypes: Sequence[torch.dtype] 
     if not isinstance(t, Tensor):
         raise type_error(name, expected, type_name(t))
     if t.layout != torch.strided or t.is_nested:
-        raise type_error(name, "a dense (strided) tensor", f"a nested or {t.layout} one" if t.is_nested else t.layout)
+        raise type_error(name, "a dense (strided) tensor", "a nested tensor" if t.is_nested else t.layout)
     if t.dtype not in dtypes:
         raise type_error(name, f"a dtype among {dtype_names(dtypes)}", t.dtype)
 

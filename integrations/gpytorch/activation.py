@@ -187,7 +187,7 @@ class use_fastkron:  # noqa: N801
 
     def __init__(self, enabled: bool = True) -> None:
         if not isinstance(enabled, bool):
-            raise type_error("enabled", "a bool", type_name(enabled))
+            raise type_error("enabled", "a bool (the block is `with use_fastkron():`, without the model)", type_name(enabled))
         self._enabled = enabled
         self._unclaimed: _State | None = self._push()
 

@@ -70,3 +70,15 @@ def test_gradients_are_those_of_the_mean_loss(ranks: RankPool, wrapper: str) -> 
             for i, (g, e) in enumerate(zip(found, expected, strict=True)):
                 times = size if reduction == "sum" and i >= 3 else 1
                 torch.testing.assert_close(torch.as_tensor(g), times * torch.as_tensor(e), rtol=1e-12, atol=1e-14)
+
+
+def is_view(shape):
+    """Whether the result of a product is a view of another tensor."""
+    factors = [torch.nn.Parameter(torch.randn(SIZE, SIZE)) for _ in range(2)]
+    grid = ProcessGrid(shape)
+    return kron_matmul(block(torch.randn(ROWS, SIZE**2), grid), factors, grid=grid)._is_view()
+
+
+def test_a_result_is_no_view(ranks: RankPool) -> None:
+    """FSDP2 warns about a module that returns a view."""
+    assert not any(ranks.run(is_view, (1, ranks.world_size)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ from fastkron_py.integrations.peft.layers import FastLoKr as FastPeft
 from fastkron_py.testing import assert_close
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page saves an adapter into the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run(blocks: int) -> dict[str, Any]:
     """The names that the first blocks leave, run in their order."""
     names: dict[str, Any] = {}
@@ -29,6 +36,8 @@ def test_peft() -> None:
     found = run(2)
     assert sum(isinstance(m, FastPeft) for m in found["adapted"].modules()) == len(found["applied"].replaced) == 2
     assert all(p.grad is not None for p in found["adapted"].parameters() if p.requires_grad)
+    assert type(found["merged"].q_proj) is torch.nn.Linear
+    assert Path("adapter/adapter_model.safetensors").is_file()
 
 
 def test_lycoris() -> None:

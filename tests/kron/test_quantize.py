@@ -604,7 +604,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         'dtype: expected torch.int8, torch.float8_e4m3fn, torch.float4_e2m1fn_x2 or "int4"; got torch.int16',
     ),
-    "int8 as text": ({"dtype": "int8"}, TypeError, "dtype: expected torch.int8"),
+    "int8 as text": ({"dtype": "int8"}, TypeError, "or \"int4\"; got 'int8'"),
     "float4 as text": ({"dtype": "float4_e2m1fn_x2"}, TypeError, "dtype: expected torch.int8"),
     "complex": ({"x": torch.zeros(3, 12, dtype=torch.complex64)}, TypeError, "factors"),
     "no tensor": ({"x": [1.0]}, TypeError, "x: expected a torch tensor"),

@@ -42,6 +42,8 @@ class KroneckerSum(ProductOrSum):
     Args:
         factors: sequence of square ``[*batch_i, P_i, P_i]`` of one array type, dtype and device; batches broadcast. Kept as they are. An
             integer n is the identity I_n: products take no work for it, and solves and determinants build it, in its own size.
+            Or the first factor.
+        others: the other factors, if the first argument is not a sequence.
         masses: a mass matrix ``[*batch_i, P_i, P_i]``, or an integer, for each factor; None for identities.
 
     Raises:
@@ -60,8 +62,8 @@ class KroneckerSum(ProductOrSum):
 
     _OPERAND = "an array: a Kronecker sum times an operator is neither a sum nor a product"
 
-    def __init__(self, factors: Sequence[Any], *, masses: Sequence[Any] | None = None) -> None:
-        self._factors = tuple(factors_and_identities(factors))
+    def __init__(self, factors: Any, *others: Any, masses: Sequence[Any] | None = None) -> None:
+        self._factors = tuple(factors_and_identities([factors, *others] if others else factors))
         self._masses = () if masses is None else tuple(factors_and_identities(masses, "masses"))
         check_arrays(self._arrays, self._names)
         shapes = [shape_of(f) for f in self._factors]

@@ -75,9 +75,11 @@ def index_of(given: Any, size: int) -> Tensor:
     if found.size == 0:
         found = found.astype(int)
     if found.dtype.kind not in "iu":
-        raise type_error("key", f"integers, slices, arrays of integers or masks of size {size}", f"{found.dtype}, shape {found.shape}")
-    if found.size and not -size <= found.min() <= found.max() < size:
-        raise IndexError(f"key: expected indices from {-size} to {size - 1}; got {found.min()} to {found.max()}")
+        got = f"{found.dtype}, shape {found.shape}" if hasattr(given, "dtype") else type_name(given)
+        raise type_error("key", f"integers, slices, arrays of integers or masks of size {size}", got)
+    outside = found[(found < -size) | (found >= size)]
+    if outside.size:
+        raise IndexError(f"key: expected indices from {-size} to {size - 1}; got {outside[0]}")
     return torch.from_numpy(numpy.asarray(found % max(size, 1), dtype=numpy.int64))
 
 
@@ -185,7 +187,7 @@ class LazyOperator:
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an error: NumPy would make an array of one object of it."""
-        raise TypeError(f"a {type(self).__name__} is not converted to an array by itself; call its to_dense()")
+        raise TypeError(f"a {type(self).__name__} does not become an array implicitly; call to_dense()")
 
     # ---- the same operator of other arrays ----------------------------------------------------
 

@@ -91,7 +91,7 @@ OF_PRODUCTS = {
         lambda: KroneckerProduct(NF).to("cuda"), "factors[0]: expected a torch tensor, to be moved or converted; got numpy.ndarray"
     ),
     "operator as an array": wrong_type(
-        lambda: np.asarray(SQUARE), "a KroneckerProduct is not converted to an array by itself; call its to_dense()"
+        lambda: np.asarray(SQUARE), "a KroneckerProduct does not become an array implicitly; call to_dense()"
     ),
 }
 OF_DIAGONALS_AND_FUNCTIONS = {
