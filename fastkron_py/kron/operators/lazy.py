@@ -337,8 +337,8 @@ class LazyOperator:
     # ---- how it is done -----------------------------------------------------------------------
 
     def _run(self, function: Callable[..., Any], *options: Any) -> Any:
-        """The result of a function of the list of arrays, returned as arrays of their type."""
-        return self._on_tensors(lambda t: function(t, *options), self._arrays, self._names)
+        """The result of a function of the list of arrays, returned as arrays of their type; without autocast."""
+        return self._on_tensors(lambda t: function(t, *options), self._arrays, self._names, autocast=False)
 
     def _on_parts(
         self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False, identities: bool = False

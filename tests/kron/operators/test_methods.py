@@ -358,3 +358,20 @@ def test_autocast_leaves_what_is_solved_alone(name: str, device: torch.device) -
         under = everything()
     for got, want in zip(under, plain, strict=True):
         assert torch.equal(got, want)
+
+
+def test_autocast_leaves_linear_algebra_of_a_product_alone(device: torch.device) -> None:
+    """As torch's `lstsq` and `det`; a determinant of a singular factor took a product, and raised an error."""
+    regular, tall = torch.randn(3, 3, device=device), torch.randn(4, 2, device=device)
+    singular = torch.ones(3, 3, device=device)
+    b, square = torch.randn(12, 5, device=device), torch.randn(9, 5, device=device)
+
+    def everything() -> list[Tensor]:
+        k, s = KroneckerProduct([regular, tall]), KroneckerProduct([singular, regular])
+        return [k.lstsq(b), k.pinv().to_dense(), s.solve(square, rcond=1e-4), s.det(), (s.matrix_power(2)).to_dense()]
+
+    plain = everything()
+    with torch.autocast(device.type, torch.bfloat16):
+        under = everything()
+    for got, want in zip(under, plain, strict=True):
+        assert torch.equal(got, want)
