@@ -118,7 +118,7 @@ class MaskedKroneckerProduct(Solvable):
         self._columns = self._rows if columns is rows else columns if columns is None or device is None else columns.to(device)
         self.rows = None if self._rows is None else self._rows.index
         self.columns = None if self._columns is None else self._columns.index
-        *batch, p, q = whole.shape
+        batch, (p, q) = whole.shape[:-2], whole.shape[-2:]
         batch = batch if s is None else broadcast_batch([batch, tuple(s.shape[:-1])], "factors, s")
         self._shape = (*batch, p if self.rows is None else self.rows.shape[0], q if self.columns is None else self.columns.shape[0])
 
@@ -141,7 +141,7 @@ class MaskedKroneckerProduct(Solvable):
         whole: Any = self._without_s
         if self._s is None:
             return whole
-        (label, first), index, size = self._first, self.rows, whole.shape[-1]
+        (label, first), (index, _), size = self._first, self._indices(), whole.shape[-1]
 
         def spread(t: list[Any]) -> Tensor:
             s = t[1]
