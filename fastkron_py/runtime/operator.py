@@ -588,9 +588,9 @@ def second_order(
         dy, *own = [
             t.view_as(t) if differentiable and t.requires_grad else t.detach().requires_grad_() for t in (dy, *inputs) if t is not None
         ]
-        gradients = take(torch.autograd.grad(forward(*take(own, present)), own, dy, create_graph=True), present)
-        pairs = [(g, c) for g, c in zip(gradients, cotangents, strict=True) if g is not None and c is not None]
-        found = torch.autograd.grad(
-            [g for g, _ in pairs], (dy, *own), [c for _, c in pairs], create_graph=differentiable, allow_unused=True, materialize_grads=True
-        )
+        y, all_zero = forward(*take(own, present)), {"allow_unused": True, "materialize_grads": True}
+        gradients = take(torch.autograd.grad(y, own, dy, create_graph=True, **all_zero), present)
+        # A gradient without a graph is constant: of an input that y does not depend on.
+        pairs = [(g, c) for g, c in zip(gradients, cotangents, strict=True) if g is not None and c is not None and g.requires_grad]
+        found = torch.autograd.grad([g for g, _ in pairs], (dy, *own), [c for _, c in pairs], create_graph=differentiable, **all_zero)
     return found[0], *take(found[1:], present)

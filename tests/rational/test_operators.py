@@ -69,6 +69,12 @@ def test_gradcheck(version: str, backend_name: str, device: torch.device) -> Non
         torch.autograd.gradgradcheck(function, leaves((3, 4), groups, device, (3, 2), version), **options)
 
 
+def test_second_derivatives_of_a_constant_function(backend_name: str, device: torch.device) -> None:
+    """Version C of degrees 0 and 0 does not depend on x, whose gradient has no graph: torch raised an error."""
+    options = {"fast_mode": backend_name == "triton", "atol": 1e-8, "rtol": 1e-5}
+    torch.autograd.gradgradcheck(lambda *t: rational(*t, version="C"), leaves((3, 4), 2, device, (0, 0), "C"), **options)
+
+
 @pytest.mark.parametrize("version", ["A", "B"])
 def test_second_derivatives_where_arguments_are_zero(version: str, backend_name: str, device: torch.device) -> None:
     """As autograd of the formula gives them. Differences could not tell."""

@@ -17,7 +17,7 @@ from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.operators.algebra import SlogDet, built, log_of
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.checks import check_integer, check_scalar, check_tensor
-from fastkron_py.runtime.eager import without_autocast
+from fastkron_py.runtime.eager import transforms_active, without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DENSE_LIMIT: Final = 2**26
@@ -69,7 +69,9 @@ def index_of(given: Any, size: int) -> Tensor:
 
     if isinstance(given, slice):
         return torch.from_numpy(numpy.arange(*given.indices(size)))
-    size, found = int(size), numpy.asarray(given.cpu() if isinstance(given, Tensor) else given)
+    if isinstance(given, Tensor):  # one that a transform of torch.func wraps has no memory for NumPy
+        given = given.tolist() if transforms_active() else given.cpu()
+    size, found = int(size), numpy.asarray(given)
     if found.dtype == bool and found.shape == (size,):
         found = found.nonzero()[0]
     if found.size == 0:
@@ -339,8 +341,8 @@ class LazyOperator:
     # ---- how it is done -----------------------------------------------------------------------
 
     def _run(self, function: Callable[..., Any], *options: Any) -> Any:
-        """The result of a function of the list of arrays, returned as arrays of their type."""
-        return self._on_tensors(lambda t: function(t, *options), self._arrays, self._names)
+        """The result of a function of the list of arrays, returned as arrays of their type; without autocast."""
+        return self._on_tensors(lambda t: function(t, *options), self._arrays, self._names, autocast=False)
 
     def _on_parts(
         self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False, identities: bool = False

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from fastkron_py.kron.checks import broadcast_batch
 from fastkron_py.kron.operators.krylov import Iterations
 from fastkron_py.kron.operators.lanczos import Probes, estimate_of_points
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
@@ -73,11 +74,14 @@ def _check_points(t: Tensor, dim: int, count: int, name: str) -> None:
         raise value_error(name, f"dimension {dim} of size {count}, the number of points that are kept", f"shape {tuple(t.shape)}")
 
 
-def _spread(s: Tensor, index: Tensor, size: int) -> Tensor:
-    """The vector at these indices of one of this size, with its median elsewhere: only preconditioners read that."""
+def _zero(s: Tensor) -> Tensor:
+    return s.new_zeros(1)
+
+
+def _median(s: Tensor) -> Tensor:
+    """``[*batch, 1]``, without derivatives."""
     ordered = s.detach().real.sort(-1).values  # torch's median on a GPU is not deterministic
-    median = ordered[..., (s.shape[-1] - 1) // 2, None].to(s.dtype)
-    return median.expand(*s.shape[:-1], size).index_copy(-1, index, s)
+    return ordered[..., (s.shape[-1] - 1) // 2, None].to(s.dtype)
 
 
 class MaskedKroneckerProduct(Solvable):
@@ -107,44 +111,61 @@ class MaskedKroneckerProduct(Solvable):
 
     _SIZE = "the number of points that are kept"
 
-    def __init__(self, whole: LazyOperator, rows: Points | None, columns: Points | None) -> None:
-        self._whole, self._factors = whole, whole.factors
+    def __init__(self, whole: LazyOperator, rows: Points | None, columns: Points | None, s: Any = None) -> None:
+        self._without_s, self._s, self._factors = whole, s, whole.factors
         device = whole.device if isinstance(whole._first[1], Tensor) else None  # indices follow the factors
         self._rows = rows if rows is None or device is None else rows.to(device)
         self._columns = self._rows if columns is rows else columns if columns is None or device is None else columns.to(device)
         self.rows = None if self._rows is None else self._rows.index
         self.columns = None if self._columns is None else self._columns.index
-        *batch, p, q = whole.shape
+        batch, (p, q) = whole.shape[:-2], whole.shape[-2:]
+        batch = batch if s is None else broadcast_batch([batch, tuple(s.shape[:-1])], "factors, s")
         self._shape = (*batch, p if self.rows is None else self.rows.shape[0], q if self.columns is None else self.columns.shape[0])
 
     # ---- properties --------------------------------------------------------------------------
 
     @property
     def _arrays(self) -> Sequence[Any]:
-        return self._whole._arrays
+        return (*self._without_s._arrays, *([] if self._s is None else [self._s]))
 
     @property
     def _names(self) -> list[str]:
-        return self._whole._names
+        return [*self._without_s._names, *([] if self._s is None else ["s"])]
 
     def _with(self, arrays: Sequence[Any]) -> MaskedKroneckerProduct:
-        return MaskedKroneckerProduct(self._whole._with(arrays), self._rows, self._columns)
+        of_whole, s = (arrays, None) if self._s is None else (arrays[:-1], arrays[-1])
+        return MaskedKroneckerProduct(self._without_s._with(of_whole), self._rows, self._columns, s)
+
+    def _whole(self, elsewhere: Callable[[Tensor], Tensor] = _zero) -> Any:
+        """The matrix on the whole grid; s has a function of itself elsewhere, which preconditioners read."""
+        whole: Any = self._without_s
+        if self._s is None:
+            return whole
+        (label, first), (index, _), size = self._first, self._indices(), whole.shape[-1]
+
+        def spread(t: list[Any]) -> Tensor:
+            s = t[1]
+            found: Tensor = elsewhere(s).expand(*s.shape[:-1], size).index_copy(-1, index, s)
+            return found
+
+        return whole.add_diagonal(self._on_tensors(spread, [first, self._s], [label, "s"]))
 
     def __repr__(self) -> str:
-        p, q = self._whole.shape[-2:]
+        p, q = self._without_s.shape[-2:]
         return self._shown("(x)", f", of {p} x {q}")
 
     @property
     def mT(self) -> MaskedKroneckerProduct:  # noqa: N802
         """The transpose of the matrix, or of each matrix of the batch; a view."""
-        return MaskedKroneckerProduct(self._whole.mT, self._columns, self._rows)
+        return MaskedKroneckerProduct(self._without_s.mT, self._columns, self._rows, self._s)
 
     def conj(self) -> MaskedKroneckerProduct:
         """The complex conjugate; of real factors a view."""
-        return MaskedKroneckerProduct(self._whole.conj(), self._rows, self._columns)
+        return MaskedKroneckerProduct(self._without_s.conj(), self._rows, self._columns, None if self._s is None else self._s.conj())
 
     def _scaled(self, function: Callable[[Any], Any]) -> MaskedKroneckerProduct:
-        return MaskedKroneckerProduct(self._whole._scaled(function), self._rows, self._columns)
+        s = None if self._s is None else function(self._s)
+        return MaskedKroneckerProduct(self._without_s._scaled(function), self._rows, self._columns, s)
 
     # ---- products -----------------------------------------------------------------------------
 
@@ -156,7 +177,7 @@ class MaskedKroneckerProduct(Solvable):
             *own, x = t
             dim = -2 if left and x.ndim > 1 else -1
             _check_points(x, dim, inner, "x")
-            whole: Any = self._whole._with(own)
+            whole = self._with(own)._whole()
             x = scattered(x, source, dim)
             return gathered(whole @ x if left else x @ whole, target, dim)
 
@@ -166,24 +187,24 @@ class MaskedKroneckerProduct(Solvable):
 
     def _elements(self, rows: Tensor, columns: Tensor) -> Any:
         own, others = self._indices()
-        return self._whole._elements(own[rows], others[columns])
+        return self._whole()._elements(own[rows], others[columns])
 
     def _indices(self) -> tuple[Tensor, Tensor]:
         """The rows and columns that are kept."""
-        p, q = self._whole.shape[-2:]
+        p, q = self._without_s.shape[-2:]
         device = next(i.device for i in (self.rows, self.columns) if i is not None)
         rows = torch.arange(p, device=device) if self.rows is None else self.rows
         return rows, torch.arange(q, device=device) if self.columns is None else self.columns
 
     def _dense(self) -> Any:
         rows, columns = self._indices()
-        return self._whole._elements(rows[:, None], columns)
+        return self._whole()._elements(rows[:, None], columns)
 
     def diagonal(self) -> Any:
         """The elements ``A[i, i]``, ``[*batch, min(rows, columns)]``."""
         rows, columns = self._indices()
         count = min(self._shape[-2:])
-        return self._whole._elements(rows[:count], columns[:count])
+        return self._whole()._elements(rows[:count], columns[:count])
 
     def trace(self) -> Any:
         """The sum of the diagonal, ``[*batch]``."""
@@ -196,8 +217,9 @@ class MaskedKroneckerProduct(Solvable):
         rows, columns = self.rows, self.columns
         if rows is None or columns is None or not (rows is columns or torch.equal(rows, columns)):
             raise value_error("rows, columns", f"the same points for {what}, in the same order", "different ones")
-        if self._whole.shape[-1] != self._whole.shape[-2]:
-            raise value_error("factors", f"a square product for {what}", f"shape {self._whole.shape}")
+        p, q = self._without_s.shape[-2:]
+        if p != q:
+            raise value_error("factors", f"a square product for {what}", f"shape {self._without_s.shape}")
         return self._rows  # type: ignore[return-value]
 
     def add_diagonal(self, s: Any) -> MaskedKroneckerProduct:
@@ -215,8 +237,9 @@ class MaskedKroneckerProduct(Solvable):
             >>> K = KroneckerProduct([torch.eye(4) + 1, torch.eye(5)])
             >>> A = K.masked(rows=torch.arange(7), columns=torch.arange(7)).add_diagonal(torch.rand(7))
         """
-        points, whole = self._points("add_diagonal"), self._whole
-        if not hasattr(whole, "add_diagonal"):
+        self._points("add_diagonal")
+        whole: Any = self._without_s
+        if self._s is not None or not hasattr(whole, "add_diagonal"):
             raise type_error("s", "the only diagonal that is added: sum them before", "a second one")
         if isinstance(s, Sequence | LazyOperator):
             raise type_error("s", "a number or an array", type_name(s))
@@ -225,7 +248,7 @@ class MaskedKroneckerProduct(Solvable):
             check_arrays([first, s], [label, "s"])
             if s.shape[-1] != self._shape[-1]:
                 raise value_error("s", f"a vector [{self._shape[-1]}] or [*batch, 1]", f"shape {tuple(s.shape)}")
-            s = self._on_tensors(lambda t: _spread(t[1], points.index, self._whole.shape[-1]), [first, s], [label, "s"])
+            return MaskedKroneckerProduct(whole, self._rows, self._columns, s)
         return MaskedKroneckerProduct(whole.add_diagonal(s), self._rows, self._columns)
 
     def _check(self, what: str) -> None:
@@ -283,6 +306,6 @@ class MaskedKroneckerProduct(Solvable):
 
     def _plus(self) -> KroneckerPlusDiagonal:
         """The whole matrix, as a product plus a diagonal."""
-        whole: Any = self._whole
+        whole = self._whole(_median)
         found: KroneckerPlusDiagonal = whole if isinstance(whole, KroneckerPlusDiagonal) else whole.add_diagonal(0.0)
         return found

@@ -18,7 +18,7 @@ from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.checks import Shape, right_hand_side
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.operators import algebra
-from fastkron_py.kron.operators.implicit import Last, OfForm
+from fastkron_py.kron.operators.implicit import Last, OfForm, pull_back
 from fastkron_py.kron.operators.lazy import LazyOperator
 from fastkron_py.kron.operators.pencil import Basis, check_positive, combined, eigenbasis, largest, rounding
 from fastkron_py.kron.operators.spectral import by_basis, scaled
@@ -70,20 +70,18 @@ def multiply_by_function(factors: Sequence[Tensor], f: Function, basis: Basis, x
     found = function_values(f, values, x.dtype)
     if not wants_gradient(factors):
         return by_basis(basis.inverses, found, basis.vectors, x)
-    with torch.enable_grad():
-        own = values.clone().requires_grad_()
-        of_own = f(own)
-        slopes = _slope(of_own.real, own) if not of_own.is_complex() else torch.complex(_slope(of_own.real, own), _slope(of_own.imag, own))
+    slopes = _slopes(lambda own: f(own).real, values)
+    if found.is_complex():
+        slopes = torch.complex(slopes, _slopes(lambda own: f(own).imag, values))
     result: Tensor = _Apply.apply(len(factors), x, found, slopes, *factors, *basis.values, *basis.vectors)  # type: ignore[no-untyped-call]
     return result
 
 
-def _slope(values: Tensor, argument: Tensor) -> Tensor:
-    """The derivative of each value to its own argument; 0 where it depends on none."""
-    if not values.requires_grad:
-        return torch.zeros_like(argument)
-    (found,) = torch.autograd.grad(values.sum(), argument, retain_graph=True, allow_unused=True, materialize_grads=True)
-    return found
+@torch.no_grad()
+def _slopes(f: Function, values: Tensor) -> Tensor:
+    """The derivative of each value of a real function to its own argument; 0 where it depends on none."""
+    (found,) = pull_back(f, [values], [True], torch.ones_like(values))
+    return found  # type: ignore[return-value]
 
 
 class _Apply(OfForm):

@@ -117,6 +117,20 @@ def reduced(factors: Sequence[Tensor], masses: Sequence[Tensor], name: str) -> t
     return found, lowers
 
 
+def similar(factors: Sequence[Tensor], masses: Sequence[Tensor], name: str) -> list[Tensor]:
+    """Those of `reduced` but for rounding, with the derivatives of ``M^-1 A`` in every direction.
+
+    Derivatives of a Cholesky factor are those among Hermitian matrices, for which a determinant's phase is a constant.
+    """
+    if not masses:
+        return list(factors)
+    found = [torch.linalg.solve(m, f) for f, m in zip(factors, masses, strict=True)]
+    if all(are_hermitian(masses)):
+        lowers = cholesky_of_masses([m.detach() for m in masses], name)
+        found = [_triangular_solve(lower, (lower.mH @ r).mH).mH for lower, r in zip(lowers, found, strict=True)]
+    return found
+
+
 @torch.no_grad()
 def eigenbasis(factors: Sequence[Tensor], masses: Sequence[Tensor] = (), *, name: str = "masses", hermitian: bool = False) -> Basis:
     """The eigenvectors of the pairs, by `torch.linalg.eigh` where all matrices are Hermitian, else by `torch.linalg.eig`.

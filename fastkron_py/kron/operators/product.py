@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
-from fastkron_py.kron.checks import broadcast_batch, check_factor_shapes, factors_and_identities, is_identity, shape_of
+from fastkron_py.kron.checks import broadcast_batch, check_factor_shapes, factors_and_identities, is_identity, right_hand_side, shape_of
 from fastkron_py.kron.modes import filled
 from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.lazy import LazyOperator, ProductOrSum, check_arrays, check_dense_size, numbered
@@ -177,7 +177,14 @@ class KroneckerProduct(ProductOrSum):
             TypeError: as `pinv`, or b of another array type or dtype.
             ValueError: as `pinv`, or b does not fit.
         """
-        return self.pinv(rcond=rcond) @ b
+        algebra.check_rcond(rcond)
+
+        def lstsq(t: list[Any]) -> Tensor:
+            b, vector = right_hand_side(t[-1], self._shape[-2], self._shape[:-2], size="the product of the factors' rows")
+            x: Tensor = kron_matmul_left(algebra.pinv(t[:-1], rcond), b)
+            return x.squeeze(-1) if vector else x
+
+        return self._on_tensors(lstsq, [*self._factors, b], [*self._names, "b"], autocast=False)
 
     def svd(self) -> algebra.SVD:
         """The reduced singular value decomposition ``K = U @ diag(S) @ Vh``, whose factors need not be square.

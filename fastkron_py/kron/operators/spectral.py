@@ -22,7 +22,7 @@ from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.algebra import kron_vectors
 from fastkron_py.kron.operators.implicit import Last, OfForm, constant, linear_solve, pull_back
 from fastkron_py.kron.operators.modes import sum_matmul
-from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined, reduced, schur_basis, solve_triangular
+from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined, schur_basis, similar, solve_triangular
 from fastkron_py.runtime.batching import batchable_one_by_one
 from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.precision import has_precisions, resolved
@@ -457,7 +457,7 @@ def slogdet(
         argument: the masses, as errors call them.
         share: the elements of E that this process takes the logarithms of.
     """
-    sign, log = _log_abs_det(reduced(factors, masses, argument)[0], shift, sums, basis, share)
+    sign, log = _log_abs_det(similar(factors, masses, argument), shift, sums, basis, share)
     if not masses:
         return sign, log
     of_masses = algebra.slogdet(masses)
@@ -465,7 +465,7 @@ def slogdet(
 
 
 def _log_abs_det(factors: Sequence[Tensor], shift: Tensor | None, sums: bool, basis: Basis, share: Share) -> Slogdet:
-    """The same of det E, of reduced factors (`pencil.reduced`), whose eigenvectors are ``basis.vectors``."""
+    """The same of det E, of the pairs as one matrix each (`pencil.similar`), whose eigenvectors are ``basis.vectors``."""
     given, real = factors[0], factors[0].real.dtype
     with torch.no_grad():
         values = combined(basis.values, sums, shift, share)

@@ -94,10 +94,17 @@ def test_elements(arrays: bool) -> None:
         near(torch.as_tensor(np.asarray(k[[4, 4, 1]][:, [0, 0]])), torch.from_numpy(dense[[4, 4, 1]][:, [0, 0]]))
 
 
+def _whole_and_lazy(g: torch.Tensor) -> tuple[Any, Any]:
+    return (lambda f: KroneckerProduct([f, g])), (lambda f: KroneckerProduct([f, g]).to_dense())
+
+
 def test_elements_of_batches_have_gradients() -> None:
     f, g = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True), torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     k = KroneckerProduct([f, g])
     near(k[..., 5, :], k.to_dense()[..., 5, :])
+    # Indices that are made inside a transform, which wraps them.
+    got, want = (torch.func.grad(lambda f, a=a: a(f)[..., torch.tensor([5, 0]), :].sum())(f.detach()) for a in _whole_and_lazy(g.detach()))
+    near(got, want)
     assert torch.autograd.gradcheck(lambda f, g: KroneckerProduct([f, g]).add_diagonal(g[0, 0])[..., [1, 1], [1, 2]], (f, g))
     with pytest.raises(TypeError, match="not iterable"):
         iter(k)

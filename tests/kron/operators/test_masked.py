@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,25 @@ def test_order_of_indices() -> None:
     b = torch.randn(4, dtype=torch.float64)
     assert_close(a.solve(b), torch.linalg.solve(dense, b), steps=10**6)  # 1e-10, as of the tolerance
     assert_close(a.add_diagonal(torch.arange(4.0).double()).to_dense(), dense + torch.diag(torch.arange(4.0)))
+
+
+def test_a_diagonal_stays_the_parameter_that_it_is() -> None:
+    """It is spread over the grid at each use: every pass has a graph of its own, copies work, and later changes show."""
+    k, _, _ = symmetric()
+    index, s = torch.tensor([7, 0, 17, 3]), torch.rand(4, dtype=torch.float64).add(1).requires_grad_()
+    a, b = k.masked(rows=index, columns=index).add_diagonal(s), torch.randn(4, dtype=torch.float64)
+    dense = k.to_dense()[index][:, index]
+    for _ in range(2):
+        for use, wanted in [
+            (lambda m: m @ b, lambda d: d @ b),
+            (lambda m: m.inv_quad_logdet(b)[0], lambda d: b @ torch.linalg.solve(d, b)),
+        ]:
+            for operator in (a, a.mT, copy.deepcopy(a)):
+                near(use(operator), wanted(dense + s.diag()))
+            (got,), (want,) = (torch.autograd.grad(f.sum(), s) for f in (use(a), wanted(dense + s.diag())))
+            near(got, want)
+        with torch.no_grad():
+            s.mul_(2)
 
 
 def test_transforms() -> None:

@@ -56,6 +56,10 @@ def test_gradients_of_functions(equal, dtype):
         g.abs().sum().backward()
     fixed = [f.detach() for f in factors]
     assert torch.autograd.gradgradcheck(lambda x, s: function(x, s, *fixed), (x, s), fast_mode=True)
+    arguments = (x.detach(), s.detach(), *fixed)
+    by_func = torch.func.grad(lambda *t: function(*t).abs().sum(), argnums=(0, 1, 2, 3))(*arguments)
+    for got, want in zip(by_func, torch.autograd.grad(function(x, s, *factors).abs().sum(), (x, s, *factors)), strict=True):
+        near(got, want)
 
 
 def test_gradients_of_functions_at_near_eigenvalues():

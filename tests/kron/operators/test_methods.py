@@ -358,3 +358,49 @@ def test_autocast_leaves_what_is_solved_alone(name: str, device: torch.device) -
         under = everything()
     for got, want in zip(under, plain, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_derivatives_of_determinants_in_every_direction(dtype: torch.dtype) -> None:
+    """Of Hermitian matrices with Hermitian masses too: the phase's, and second ones, are not those among Hermitian matrices alone."""
+
+    def definite(n: int) -> Tensor:
+        f = torch.randn(n, n, dtype=dtype)
+        return (f @ f.mH / n + torch.eye(n)).requires_grad_()
+
+    a, b, c, d = definite(2), definite(3), definite(2), definite(3)
+    diagonals = [(torch.rand(n, dtype=torch.float64) + 0.5).to(dtype).requires_grad_() for n in (2, 3)]
+    cases: list[tuple[Any, Tensor, list[Tensor]]] = [
+        (KroneckerSum([a, b], masses=[c, d]), kron_dense([a, d]) + kron_dense([c, b]), [a, b, c, d]),
+        (KroneckerProduct([a, b]) + KroneckerProduct([c, d]), kron_dense([a, b]) + kron_dense([c, d]), [a, b, c, d]),
+        (KroneckerProduct([a, b]).add_diagonal(diagonals), kron_dense([a, b]) + kron_dense([s.diag() for s in diagonals]), [a, *diagonals]),
+    ]
+    for operator, dense, leaves in cases:
+        found, sought = operator.slogdet(), torch.linalg.slogdet(dense)
+        cotangents = [torch.randn((), dtype=t.dtype) for t in sought]
+        directions = [torch.randn_like(t) for t in leaves]
+        first = [torch.autograd.grad(pair[1], leaves, cotangents[1], create_graph=True) for pair in (found, sought)]
+        second = [torch.autograd.grad(g, leaves, directions, retain_graph=True) for g in first]
+        pairs = [first, second]
+        if dtype.is_complex:
+            pairs += [[torch.autograd.grad(pair[0], leaves, cotangents[0], retain_graph=True) for pair in (found, sought)]]
+        for mine, theirs in pairs:
+            for got, want in zip(mine, theirs, strict=True):
+                near(got, want)
+
+
+def test_autocast_leaves_linear_algebra_of_a_product_alone(device: torch.device) -> None:
+    """As torch's `lstsq` and `det`; a determinant of a singular factor took a product, and raised an error."""
+    regular, tall = torch.randn(3, 3, device=device), torch.randn(4, 2, device=device)
+    singular = torch.ones(3, 3, device=device)
+    b, square = torch.randn(12, 5, device=device), torch.randn(9, 5, device=device)
+
+    def everything() -> list[Tensor]:
+        k, s = KroneckerProduct([regular, tall]), KroneckerProduct([singular, regular])
+        return [k.lstsq(b), k.pinv().to_dense(), s.solve(square, rcond=1e-4), s.det(), (s.matrix_power(2)).to_dense()]
+
+    plain = everything()
+    with torch.autocast(device.type, torch.bfloat16):
+        under = everything()
+    for got, want in zip(under, plain, strict=True):
+        assert torch.equal(got, want)
