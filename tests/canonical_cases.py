@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import torch
 
@@ -138,7 +139,7 @@ def force_products(monkeypatch, algorithm: str) -> None:
     monkeypatch.setattr(forward, "families_in_force", SimpleNamespace(get=lambda: names))
     planner.plan.cache_clear()
     if algorithm == "wgmma":
-        monkeypatch.setattr(wgmma, "quantities", lambda mode: {"streamed": 1e-12})  # no time
+        monkeypatch.setattr(wgmma, "quantities", lambda mode: defaultdict(float, streamed=1e-12))  # no time
     elif names == (torch_products.name,):
         monkeypatch.setattr(torch_products, "multiply_times", lambda mode: {algorithm: 1.0})
 

@@ -102,29 +102,25 @@ class GroupProblem(OnSlices):
         """The sizes of the group as one mode."""
         return self.mode_of(self.shape, *self.sizes)
 
-    def moves(self, block_s: int, run: int, partial_sums: int) -> dict[str, float]:
-        """The quantities that all launches of gradients have in common, in seconds: those of reading u and g, and of what comes after.
+    def moves(self, block_s: int, run: int = 0, *, partial_sums: int, **found: float) -> dict[str, float]:
+        """The quantities that all launches of gradients have in common, as `Mode.moves`: of reading u and g, and of what comes after.
 
         Args:
-            block_s: slices of a tile.
-            run: slices of it that are one run of memory wherever it begins, if something comes after the mode.
+            block_s: as there.
+            run: as there.
             partial_sums: that the launch leaves for each batch of factors.
+            found: the launch's other quantities.
 
         Returns:
-            those of `Mode.moves`, and "written", of dx; "launches" that sum, and split a step's gradient into its factors'; and
+            these, those of `Mode.moves`, and "written", of dx; "launches" that sum, and split a step's gradient into its factors'; and
             "partials", their bytes.
         """
-        found, mode = self.mode.moves(block_s, run), self.mode
-        written = mode.batches * mode.slices * mode.p * mode.itemsize / mode.gpu.bandwidth if self.need_x else 0.0
+        mode, written = self.mode, self.mode.read if self.need_x else 0.0
         sizes = [p * q for p, q in zip(*self.step_sizes, strict=True)][self.split == 0 :]
         followed = len(sizes) + sum([stop - start > 1 for start, stop in self.steps])
         sums = mode.batches * partial_sums * sum(sizes) * self.parts * WORD
-        return found | {
-            "streamed": mode.streamed + (written if mode.streamed else 0.0),
-            "written": written,
-            "launches": followed * MICROSECOND,
-            "partials": 2 * sums / mode.gpu.bandwidth,
-        }
+        found |= {"written": written, "launches": followed * MICROSECOND, "partials": 2 * sums / mode.gpu.bandwidth}
+        return mode.moves(block_s, run, **found) | {"streamed": mode.streamed + (written if mode.streamed else 0.0)}
 
     @cached_property
     def addresses(self) -> dict[str, Any]:

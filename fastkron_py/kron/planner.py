@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from fastkron_py.kron.families import asked, family_of, most_elements, offers
 from fastkron_py.kron.plan.steps import Launch
-from fastkron_py.kron.problem import MICROSECOND, Host, HostWork, Offer, Problem, Segment
+from fastkron_py.kron.problem import MICROSECOND, Host, Offer, Problem, Segment
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.gpu import HOPPER
@@ -101,12 +101,16 @@ def transposes(launches: Sequence[Launch], count: int, columns: int) -> bool:
 
 def places(launches: Sequence[Launch], sizes: Sequence[int], columns: int, transposed: bool) -> list[Place]:
     """The place of each launch, in the order in which they run, from the current width of every mode."""
-    widths, found = list(sizes), []
-    for launch in launches:
-        before, after = math.prod(widths[: launch.start]), math.prod(widths[launch.stop :]) * columns
-        found.append(Place(before * after, 1) if transposed else Place(before, after))
-        widths[launch.start : launch.stop] = [launch.q] + [1] * (launch.stop - launch.start - 1)
-    return found
+    widths = list(sizes)
+    return [_next_place(widths, launch.start, launch, columns, transposed) for launch in launches]
+
+
+def _next_place(widths: list[int], start: int, launch: Launch, columns: int, transposed: bool) -> Place:
+    """The place of a launch of modes from start on, from the current width of every mode, and the widths once it has run."""
+    stop = start + launch.stop - launch.start
+    before, after = math.prod(widths[:start]), math.prod(widths[stop:]) * columns
+    widths[start:stop] = [launch.q] + [1] * (stop - start - 1)
+    return Place(before * after, 1) if transposed else Place(before, after)
 
 
 def segment_of(problem: Problem, start: int, stop: int, in_place: bool) -> Segment:
@@ -122,19 +126,15 @@ def _place_of(problem: Problem, start: int, stop: int, in_place: bool) -> tuple[
     ones, where z's columns have a stride of their own.
     """
     ps, qs = problem.sides
+    if not in_place:
+        return Place(problem.before * problem.after * math.prod(ps[:start]) * math.prod(qs[stop:]), 1), start == 0
+    if problem.ends_with_last:
+        return Place(problem.before * math.prod(qs[:start]), problem.after * math.prod(ps[stop:])), stop == len(ps)
     p, q = math.prod(ps[start:stop]), math.prod(qs[start:stop])
-    before, after, is_final, narrows = problem.before, problem.after, True, in_place and not problem.ends_with_last
-    for i, (a, b) in enumerate(problem.shapes):
-        if i < start:
-            is_done = b * p < a * q if narrows else in_place
-            before *= b if is_done else a
-        elif i >= stop:
-            is_done = b * p <= a * q if narrows else not in_place
-            after *= b if is_done else a
-        else:
-            continue
-        is_final = is_final and is_done
-    return Place(before, after) if in_place else Place(before * after, 1), is_final
+    earlier, later = [b * p < a * q for a, b in problem.shapes[:start]], [b * p <= a * q for a, b in problem.shapes[stop:]]
+    before = [b if is_done else a for (a, b), is_done in zip(problem.shapes[:start], earlier, strict=True)]
+    after = [b if is_done else a for (a, b), is_done in zip(problem.shapes[stop:], later, strict=True)]
+    return Place(problem.before * math.prod(before), problem.after * math.prod(after)), all(earlier) and all(later)
 
 
 def placed_segment(problem: Problem, start: int, stop: int, place: Place, in_place: bool, is_final: bool) -> Segment:
@@ -142,9 +142,12 @@ def placed_segment(problem: Problem, start: int, stop: int, place: Place, in_pla
 
     A single launch of all modes leaves them where they are.
     """
-    ps, qs = problem.sides
-    is_first, is_last = start == 0 and problem.before == 1, stop == len(ps) and problem.after == 1
-    return Segment(problem, ps[start:stop], qs[start:stop], *place, in_place or (is_first and is_last), is_first, is_last, is_final)
+    ps, qs = (side[start:stop] for side in problem.sides)
+    is_last, adds = stop == len(problem.shapes) and problem.after == 1, is_final and problem.z is not None
+    is_all = is_last and start == 0 and problem.before == 1
+    in_place = in_place or is_all
+    mode = problem.mode_of((*problem.shape[:2], *place), math.prod(ps), math.prod(qs), adds, 0 if in_place else place.before)
+    return Segment(problem, ps, qs, place.before, is_all, is_last, in_place, mode)
 
 
 # ---- which launches ----------------------------------------------------------------------------------------------------------
@@ -157,9 +160,9 @@ class Draft(NamedTuple):
     host: float = 0.0
     launches: tuple[tuple[int, Launch], ...] = ()
 
-    def then(self, start: int, offer: Offer, host: float) -> Draft:
+    def then(self, start: int, offer: Offer, host: Host) -> Draft:
         """With a launch of the next factors, from start on."""
-        return Draft(self.seconds + offer.seconds, self.host + host, (*self.launches, (start, offer.launch)))
+        return Draft(self.seconds + offer.seconds, self.host + offer.host.seconds(host), (*self.launches, (start, offer.launch)))
 
 
 class _Bids:
@@ -169,34 +172,27 @@ class _Bids:
         """For a number of plans; of one plan, all but the best offers are left out."""
         self.problem, self.in_place, self.keep = problem, in_place, keep
         self.families = [f for f in asked(problem) if (in_place or f.moves_to_front) and f.refusal(problem) is None]
-        self.made: dict[tuple[object, ...], list[Offer]] = {}
-        self.hosts: dict[HostWork, float] = {}
-
-    def host_of(self, offer: Offer) -> float:
-        """Seconds of the host."""
-        if offer.host not in self.hosts:
-            self.hosts[offer.host] = offer.host.seconds(self.problem.gpu)
-        return self.hosts[offer.host]
+        self.host, self.made = Host.of(problem.gpu), dict[tuple[object, ...], list[Offer]]()
 
     def at(self, start: int, stop: int, place: Place, is_final: bool) -> list[Offer]:
         """The offers for neighbours start to stop at a place, in the order of the families."""
-        (ps, qs), is_first, is_last = self.problem.sides, start == 0, stop == len(self.problem.shapes)
-        key = ps[start:stop], qs[start:stop], place, is_first, is_last, is_final
-        if key not in self.made:
+        (ps, qs), is_last, adds = self.problem.sides, stop == len(self.problem.shapes), is_final and self.problem.z is not None
+        key = ps[start:stop], qs[start:stop], place, is_last, is_last and start == 0, adds
+        offers = self.made.get(key)
+        if offers is None:
             segment = placed_segment(self.problem, start, stop, place, self.in_place, is_final)
-            found = [family.offers(segment) for family in self.families]
-            offers = [offer for made in found if not isinstance(made, str) for offer in made]
-            self.made[key] = self._best_of(offers) if self.keep == 1 and len(offers) > 1 else offers
-        return self.made[key]
+            offers = [offer for family in self.families if not isinstance(made := family.offers(segment), str) for offer in made]
+            offers = self.made[key] = self._best_of(offers) if self.keep == 1 and len(offers) > 1 else offers
+        return offers
 
     def _best_of(self, found: list[Offer]) -> list[Offer]:
         """The offer of least seconds, of those that are about as good that of the first family; then others that are less for the host."""
         least = min([offer.seconds for offer in found])
-        tied = [(family_of(offer.launch).order, offer.seconds, i) for i, offer in enumerate(found) if not is_worse(offer.seconds, least)]
-        kept = [found[min(tied)[2]]]
+        tied = [offer for offer in found if not is_worse(offer.seconds, least)]
+        kept = [min(tied, key=lambda offer: (family_of(offer.launch).order, offer.seconds)) if len(tied) > 1 else tied[0]]
         if self.problem.counts_host:
-            for offer in sorted(found, key=lambda offer: offer.seconds):
-                kept += [offer] if self.host_of(offer) < self.host_of(kept[-1]) else []
+            for offer in sorted([offer for offer in found if offer.host != kept[0].host], key=lambda offer: offer.seconds):
+                kept += [offer] if offer.host.seconds(self.host) < kept[-1].host.seconds(self.host) else []
         return kept
 
 
@@ -214,7 +210,7 @@ def _search(bids: _Bids) -> list[Draft]:
             made = bids.at(start, stop, *_place_of(problem, start, stop, bids.in_place))
             if not made and math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > widest**2:
                 break  # wider than any tile, on one side at least, and longer segments only more so
-            found += [draft.then(start, offer, bids.host_of(offer)) for draft in best[start] for offer in made]
+            found += [draft.then(start, offer, bids.host) for draft in best[start] for offer in made]
         found.sort(key=lambda draft: (draft.seconds, len(draft.launches)))
         best.append(_unbeaten(found) if problem.counts_host else found[: bids.keep])
     return best[-1]
@@ -285,10 +281,14 @@ def plan(problem: Problem) -> Plan:
     """
 
     def usual(near: Problem) -> Plan:
-        made = plan(near)
-        launches = [(launch.start - problem.start, launch.shifted(-launch.start)) for launch in made.launches]
-        draft = _repriced(launches, _Bids(problem, not made.transposed, 2), ("family", "steps", "config"))
-        return _placed(problem, made.launches, made.transposed)._replace(seconds=draft.seconds, host=draft.host)
+        made, draft, host = plan(near), Draft(), Host.of(problem.gpu)
+        for launch, place in zip(made.launches, made.places, strict=True):
+            start, own = launch.start - problem.start, launch.shifted(-launch.start)
+            segment = placed_segment(problem, start, start + own.stop, place, not made.transposed, launch is made.launches[-1])
+            bids = family_of(launch).offers(segment)
+            offer = next((bid for bid in bids if not isinstance(bid, str) and bid.launch == own), None)
+            draft = Draft(math.inf) if offer is None else draft.then(start, offer, host)
+        return made._replace(seconds=draft.seconds, host=draft.host)
 
     return usual_or(plans(problem)[0], problem, usual, lambda made: (made.seconds, time_of(problem, made)))
 
@@ -344,24 +344,23 @@ def _in_place(draft: Draft, bids: _Bids) -> Plan:
     problem, launches = bids.problem, sorted(reversed(draft.launches), key=lambda made: made[1].q / made[1].p)
     best = draft._replace(launches=tuple(launches))
     if not problem.ends_with_last and 2 <= len(launches) <= OF.most_ordered and any([launch.p != launch.q for _, launch in launches]):
-        orders = [_repriced(order, bids, same) for same in ((), ("family",)) for order in permutations(launches)]
+        orders = [_repriced(order, bids, keeps) for keeps in (False, True) for order in permutations(launches)]
         least = min(orders, key=lambda made: (time_of(problem, made), made.seconds))
         if is_worse(time_of(problem, best), time_of(problem, least)):
             best = least
     return _made_of(problem, best, False)
 
 
-def _repriced(launches: Sequence[tuple[int, Launch]], bids: _Bids, same: Sequence[str]) -> Draft:
-    """The launches in this order, each by the best offer for its factors where they stand, of those with the same attributes."""
-    problem, made = bids.problem, Draft()
-    moved = [launch.shifted(problem.start + start) for start, launch in launches]
-    standing = zip(launches, places(moved, problem.sizes, problem.shape[3], not bids.in_place), strict=True)
-    for number, ((start, launch), place) in enumerate(standing, 1):
+def _repriced(launches: Sequence[tuple[int, Launch]], bids: _Bids, keeps_families: bool) -> Draft:
+    """The launches in this order, each by the best offer for its factors where they stand, of any family or of its own."""
+    problem, made, widths = bids.problem, Draft(), list(bids.problem.sizes)
+    for number, (start, launch) in enumerate(launches, 1):
+        place = _next_place(widths, problem.start + start, launch, problem.shape[3], not bids.in_place)
         found = bids.at(start, start + launch.stop, place, number == len(launches))
-        own = [offer for offer in found if all([getattr(offer.launch, name) == getattr(launch, name) for name in same])]
-        if not own:
+        found = [offer for offer in found if offer.launch.family == launch.family] if keeps_families else found
+        if not found:
             return Draft(math.inf, math.inf)
-        made = made.then(start, own[0], bids.host_of(own[0]))
+        made = made.then(start, found[0], bids.host)
     return made
 
 

@@ -104,8 +104,8 @@ class Elements:
 
         A complex factor is a real one of twice the sides (`tiling.addresses`). What z adds and where the mode goes are as in `Mode`.
         """
-        groups, rows, before, after = shape
-        return Mode(groups, rows * before, after, self.parts * p, self.parts * q, self.itemsize, self.passes, self.gpu, adds, to_front)
+        (groups, rows, before, after), parts = shape, self.parts
+        return Mode(groups, rows * before, after, parts * p, parts * q, self.itemsize, self.passes, self.gpu, adds, to_front)
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,7 @@ def contiguous_problem(
     return Problem(dtype, precision, gpu, shape, x, None, factor_shapes, strides, 0, len(shapes), sizes, **more)
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Neighbouring factors where they stand, which one launch may multiply: families make offers for it.
 
     It does not know the numbers of its factors, and steps of offers count from its first one.
@@ -214,29 +213,20 @@ class Segment:
         ps: rows of its factors.
         qs: their columns.
         before: elements of a row before its modes when they are multiplied.
-        after: elements after them; 1 to the front, where x is read in runs of memory.
-        in_place: the launches leave modes in place; else each moves its own ahead of all others.
-        is_first: no factor comes before.
+        is_all: it has all modes.
         is_last: nothing comes after its modes, so that a slice is one run of memory.
-        is_final: no other launch comes later, so that it adds z.
+        in_place: the launches leave modes in place; else each moves its own ahead of all others.
+        mode: its factors as one mode, after which there is 1 element to the front: x is read in runs of memory.
     """
 
     problem: Problem
     ps: tuple[int, ...]
     qs: tuple[int, ...]
     before: int
-    after: int
-    in_place: bool
-    is_first: bool
+    is_all: bool
     is_last: bool
-    is_final: bool
-
-    @cached_property
-    def mode(self) -> Mode:
-        """Its factors as one mode."""
-        shape = (*self.problem.shape[:2], self.before, self.after)
-        adds, others = self.is_final and self.problem.z is not None, 0 if self.in_place else self.before
-        return self.problem.mode_of(shape, math.prod(self.ps), math.prod(self.qs), adds, others)
+    in_place: bool
+    mode: Mode
 
 
 class Host(NamedTuple):
@@ -269,9 +259,8 @@ class HostWork(NamedTuple):
     products: int = 0
     buffers: int = 1
 
-    def seconds(self, gpu: GPU) -> float:
+    def seconds(self, host: Host) -> float:
         """Seconds that it takes."""
-        host = Host.of(gpu)
         return self.launches * host.launch + self.products * host.product + self.buffers * host.buffer
 
 
@@ -299,7 +288,7 @@ class Offer(NamedTuple):
         return cls(priced(prices, problem.gpu, problem.itemsize, quantities), launch, HostWork(), prices, quantities)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Mode:
     """A multiply of one mode ``[.., P, after]``, or the gradient of its factor, as models of seconds see it.
 
@@ -316,6 +305,13 @@ class Mode:
         gpu: that it runs on.
         adds: whether z is added to the result.
         to_front: elements of a row beside the mode, if the result has it ahead of them; 0 if it stays in place.
+        slices: slices of one batch.
+        at_once: multiprocessors that share the work, as models of time see them.
+        rate: operations a second of the tensor cores.
+        read: seconds to read the operand.
+        written: seconds to write the result.
+        moved: both.
+        streamed: both, at the least; 0 if all may stay in the cache.
     """
 
     batches: int
@@ -329,10 +325,14 @@ class Mode:
     adds: bool = False
     to_front: int = 0
 
-    @cached_property
-    def slices(self) -> int:
-        """Slices of one batch."""
-        return self.runs * self.after
+    def __post_init__(self) -> None:
+        """Work out what all offers for a segment need."""
+        gpu, self.slices = self.gpu, self.runs * self.after
+        self.at_once, self.rate = gpu.modelled_multiprocessors, gpu.rate(self.itemsize)
+        nbytes = self.batches * self.slices * self.itemsize  # of one of P
+        self.read, self.written = nbytes * self.p / gpu.bandwidth, nbytes * self.q / gpu.bandwidth
+        self.moved, nbytes = self.read + self.written, nbytes * (self.p + self.q)
+        self.streamed = nbytes / gpu.bandwidth if nbytes > figures(Memory, "memory", gpu).cache else 0.0
 
     @property
     def operations(self) -> float:
@@ -349,11 +349,6 @@ class Mode:
         moved = passes * self.slices * (self.p + self.q) + self.p * self.q
         return self.batches * moved * self.itemsize / self.gpu.bandwidth
 
-    @cached_property
-    def at_once(self) -> int:
-        """Multiprocessors that share the work, as models of time see them."""
-        return self.gpu.modelled_multiprocessors
-
     def rounds(self, tiles: int, programs_per_sm: int) -> tuple[int, float]:
         """Tiles that a program takes one after the other, and those that a multiprocessor takes, of all tiles."""
         programs = min(tiles, self.at_once * programs_per_sm)
@@ -364,11 +359,6 @@ class Mode:
         """Seconds of this number of operations of a multiprocessor's tensor cores."""
         return operations * self.passes * self.at_once / self.rate
 
-    @cached_property
-    def rate(self) -> float:
-        """Operations a second of the tensor cores."""
-        return self.gpu.rate(self.itemsize)
-
     def moving(self, elements: float) -> float:
         """Seconds in which a multiprocessor moves this number of elements, if all do."""
         return elements * self.itemsize * self.at_once / self.gpu.bandwidth
@@ -378,45 +368,38 @@ class Mode:
         """Whether runs of x are whole vectors."""
         return (self.p if self.after == 1 else self.after) * self.itemsize % VECTOR_BYTES == 0
 
-    @cached_property
-    def streamed(self) -> float:
-        """Seconds to move the operand and the result, at the least; 0 if both may stay in the cache."""
-        moved = self.batches * self.slices * (self.p + self.q) * self.itemsize
-        return moved / self.gpu.bandwidth if moved > figures(Memory, "memory", self.gpu).cache else 0.0
-
-    def moves(self, block_s: int, run: int) -> dict[str, float]:
+    def moves(self, block_s: int, run: int = 0, **found: float) -> dict[str, float]:
         """The quantities that a launch of tiles has in common with all others, in seconds: what it reads of x and writes of the result.
 
         Args:
             block_s: slices of a tile.
-            run: slices of it that are one run of memory wherever it begins, if something comes after the mode.
+            run: slices of it that are one run of memory wherever it begins, if something comes after the mode; 0 for all that are.
+            found: the launch's other quantities.
 
         Returns:
-            "start" and "bytes"; "streamed", "bytes" if they exceed the cache; "elements", of which 16-bit ones need as many instructions;
+            these, and "start" and "bytes"; "streamed", "bytes" if they exceed the cache;
+            "elements", of which 16-bit ones need as many instructions;
             "addresses", by which loads and stores of less than 16 bytes are more; "sectors", of runs that share these with others;
             "partial_writes", to memory, of runs that are shorter than what memory writes at a time;
             "in_place" and "crossing", bytes and elements that are moved where something comes after the mode, and where tiles cross runs.
         """
-        read, written = [self.batches * self.slices * side * self.itemsize / self.gpu.bandwidth for side in (self.p, self.q)]
-        small, elements = self.itemsize < WORD, WORD * (read + written) / self.itemsize
-        found = {"start": MICROSECOND, "bytes": read + written, "streamed": self.streamed, "elements": elements if small else 0.0}
-        if self.after > 1:
-            addresses, sectors, crosses = self._runs(block_s, run, self.after)
-            moved = read + written
-            return found | {
-                "addresses": moved * addresses,
-                "sectors": moved * sectors,
-                "in_place": moved,
-                "crossing": elements if crosses else 0.0,
-            }
-        loads, stores = [VECTOR_BYTES / math.gcd(side * self.itemsize, VECTOR_BYTES) - 1 for side in (self.p, self.q)]
-        if not self.to_front:
-            return found | {"addresses": read * loads + written * stores}
-        run = math.gcd(self.to_front, block_s)
-        stores, sectors, crosses = self._runs(block_s, run, self.to_front)
-        crossing, missing = WORD * written / self.itemsize if crosses else 0.0, WRITE_BYTES / max(run * self.itemsize, SECTOR_BYTES) - 1
-        found |= {"addresses": read * loads + written * stores, "sectors": written * sectors, "crossing": crossing}
-        return found | {"partial_writes": written * max(0.0, missing) if self.streamed else 0.0}
+        itemsize, after, to_front = self.itemsize, self.after, self.to_front
+        addresses, sectors, crosses, length = 0.0, 0.0, False, after if after > 1 else to_front
+        if length:
+            run = math.gcd(length, block_s) if after == 1 or not run else run
+            addresses, sectors, crosses = self._runs(block_s, run, length)
+        in_runs = self.moved if after > 1 else self.written
+        found["start"], found["bytes"], found["streamed"] = MICROSECOND, self.moved, self.streamed
+        found["elements"] = WORD * self.moved / itemsize if itemsize < WORD else 0.0
+        found["sectors"], found["crossing"] = in_runs * sectors, WORD * in_runs / itemsize if crosses else 0.0
+        if after > 1:
+            found["addresses"], found["in_place"], found["partial_writes"] = self.moved * addresses, self.moved, 0.0
+            return found
+        loads, stores = [VECTOR_BYTES / math.gcd(side * itemsize, VECTOR_BYTES) - 1 for side in (self.p, self.q)]
+        missing = WRITE_BYTES / max(run * itemsize, SECTOR_BYTES) - 1 if to_front and self.streamed else 0.0
+        found["addresses"], found["in_place"] = self.read * loads + self.written * (addresses if to_front else stores), 0.0
+        found["partial_writes"] = self.written * max(0.0, missing)
+        return found
 
     def _runs(self, block_s: int, run: int, length: int) -> tuple[float, float, bool]:
         """Loads and sectors, as shares, that tiles of runs take more than whole vectors and whole sectors; whether they cross runs."""
@@ -424,10 +407,6 @@ class Mode:
         vector = min(VECTOR_BYTES, nbytes) if crosses else VECTOR_BYTES
         is_whole = nbytes % SECTOR_BYTES == 0 and length * self.itemsize % SECTOR_BYTES == 0
         return VECTOR_BYTES / vector - 1, 0.0 if is_whole else SECTOR_BYTES / nbytes, crosses
-
-    def result_seconds(self, passes: float) -> float:
-        """Seconds to read or write the result this many times."""
-        return passes * self.batches * self.slices * self.q * self.itemsize / self.gpu.bandwidth
 
 
 def ceil(n: int, block: int) -> int:

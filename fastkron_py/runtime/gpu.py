@@ -46,9 +46,13 @@ class GPU:
         """Those that models of time count with: the interpreter has few programs, but takes the launches of a Hopper GPU."""
         return self.multiprocessors if self.name != "interpreter" else HOPPER.multiprocessors
 
+    def __hash__(self) -> int:
+        """Return one of two features that tell most GPUs apart: problems, which caches have as keys, hash theirs in every look-up."""
+        return hash((self.name, self.multiprocessors))
+
     def rate(self, itemsize: int) -> float:
         """Operations a second of tensor cores on operands of this many bytes."""
-        return {2: self.half_rate, 4: self.tf32_rate, 8: self.float64_rate}[itemsize]
+        return self.half_rate if itemsize == 2 else self.tf32_rate if itemsize == 4 else self.float64_rate
 
 
 HOPPER: Final = GPU(

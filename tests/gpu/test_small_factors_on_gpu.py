@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import torch
 from canonical_cases import watch_kernels
@@ -25,7 +27,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched; any number of rows takes this one."""
     if not butterfly.takes(SINGLE, gpu_of(torch.device("cuda"))):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(butterfly, "quantities", lambda *_: {"streamed": 0.0})
+    monkeypatch.setattr(butterfly, "quantities", lambda *_: defaultdict(float))
     monkeypatch.setattr(butterfly, "OF", butterfly.OF._replace(least_bits=0))
     planner.plan.cache_clear()
     yield watch_kernels(monkeypatch)

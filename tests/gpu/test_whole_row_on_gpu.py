@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,7 +50,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that are launched; few rows take this one too, and none the kernel for pairs, which may save a launch."""
     if not whole_row.takes(torch.bfloat16, gpu_of(torch.device("cuda"))):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(whole_row, "quantities", lambda *_: {"streamed": 0.0})
+    monkeypatch.setattr(whole_row, "quantities", lambda *_: defaultdict(float))
     monkeypatch.setattr(slice_pair, "slice_pairs", lambda *sizes: iter(()))
     planner.plan.cache_clear()
     yield watch_kernels(monkeypatch)

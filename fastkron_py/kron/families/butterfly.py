@@ -205,14 +205,13 @@ def quantities(mode: Mode, ps: Sequence[int]) -> dict[str, float]:
     """Those of a launch: memory hides the products of light tiles, and of large ones few fit on a multiprocessor."""
     products, is_large = sum(ps), sum([_width(p) for p in ps]) >= OF.large_tile
     is_heavy = products > (OF.light_large_products if is_large else OF.light_products)
-    moved = mode.moves(1, 1)["bytes"]
     return {
         "start": MICROSECOND,
         "streamed": mode.streamed,
         "wide_start": MICROSECOND if max(ps) == max(SIZES) else 0.0,
-        "bytes": moved,
-        "large": moved if is_large else 0.0,
-        "heavy": moved if is_heavy else 0.0,
+        "bytes": mode.moved,
+        "large": mode.moved if is_large else 0.0,
+        "heavy": mode.moved if is_heavy else 0.0,
     }
 
 
@@ -301,7 +300,7 @@ def refusal(problem: Problem) -> str | None:
 def offers(segment: Segment) -> list[Offer] | str:
     """All factors at once."""
     problem, ps = segment.problem, segment.ps
-    if not (segment.is_first and segment.is_last) or not takes_small_factors(ps, segment.qs, problem.itemsize):
+    if not segment.is_all or not takes_small_factors(ps, segment.qs, problem.itemsize):
         return f"takes all factors at once, which are square, of {SIZES} rows, and rows of up to 2^{OF.longest[problem.itemsize]} elements"
     if sum([_width(p) for p in ps]) < OF.least_bits:
         return f"takes rows of at least 2^{OF.least_bits} elements"

@@ -211,8 +211,7 @@ def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize
     return Fragments(tuple(done), loads[0], store, tuple(state.index(b) for b in stored))
 
 
-@dataclass(frozen=True)
-class ChainedConfig:
+class ChainedConfig(NamedTuple):
     """A chain in registers on tiles of block_s whole slices."""
 
     block_s: int
@@ -228,14 +227,12 @@ class Chain(NamedTuple):
     Attributes:
         length: its number of steps.
         width: of the widest one, padded.
-        factors: elements of the factors, padded.
         is_padded: some size is no power of two, or below 8.
         work: of the chain.
     """
 
     length: int
     width: int
-    factors: int
     is_padded: bool
     work: ChainWork
 
@@ -244,7 +241,7 @@ class Chain(NamedTuple):
         """Those of steps, first factors first."""
         pads = [(chained_pad(s.p), chained_pad(s.q)) for s in steps]
         is_padded = any([(s.p, s.q) != pad for s, pad in zip(steps, pads, strict=True)])
-        return cls(len(pads), max(map(max, pads)), sum([p * q for p, q in pads]), is_padded, chain_work(pads))
+        return cls(len(pads), max(map(max, pads)), is_padded, chain_work(pads))
 
     def fits(self, block_s: int, num_warps: int, warpgroup: bool = True) -> bool:
         """Whether the kernel can take it on tiles of block_s slices, a power of two: the single statement of its limits.
@@ -292,24 +289,23 @@ def chained_config(chain: Chain, itemsize: int, sectors: int, num_slices: int) -
         return ChainedConfig(block_s, 16, 0, 0, False) if sectors < 2 else None
     if block_s * most > WIDEST_TILE or not chain.fits(block_s, num_warps):
         return None
-    loops = sectors == 0 and chain.length > 1 and 2 * chain.factors > block_s * most // 2
+    loops = sectors == 0 and chain.length > 1 and 2 * chain.work.factors > block_s * most // 2
     return ChainedConfig(block_s, num_warps, 8 // num_warps or 1 if loops else 0, 128 if num_warps == 8 else 0)
 
 
 def chained_quantities(mode: Mode, chain: Chain, config: ChainedConfig) -> dict[str, float]:
     """Those of a chain in registers, whose elements change threads between two steps, and of one step."""
-    work = chain.work
-    tiles = mode.batches * ceil(mode.slices, config.block_s)
-    _, rounds = mode.rounds(tiles, config.programs_per_sm or max(1, MOST_WARPS // config.num_warps))
-    moves, block = mode.moves(config.block_s, run_of(1, mode.after, config.block_s)), rounds * config.block_s
-    return moves | {
-        "operations": mode.operating(2 * block * work.products),
-        "tiles": mode.moving(block * (work.read + work.written)),
-        "exchanged": mode.moving(block * (work.passed - work.read - work.written)),
-        "masked": moves["bytes"] if chain.is_padded else 0.0,
-        "crowded": moves["bytes"] if config.num_warps == MOST_WARPS else 0.0,
-        "wide_start": MICROSECOND if chain.width > CHAIN_WIDTH else 0.0,
-    }
+    work, block_s = chain.work, config.block_s
+    _, rounds = mode.rounds(mode.batches * ceil(mode.slices, block_s), config.programs_per_sm or max(1, MOST_WARPS // config.num_warps))
+    return mode.moves(
+        block_s,
+        operations=mode.operating(2 * rounds * block_s * work.products),
+        tiles=mode.moving(rounds * block_s * (work.read + work.written)),
+        exchanged=mode.moving(rounds * block_s * (work.passed - work.read - work.written)),
+        masked=mode.moved if chain.is_padded else 0.0,
+        crowded=mode.moved if config.num_warps == MOST_WARPS else 0.0,
+        wide_start=MICROSECOND if chain.width > CHAIN_WIDTH else 0.0,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -362,7 +358,7 @@ def most_elements(problem: Problem) -> int:
 
 def offers(segment: Segment) -> list[Offer] | str:
     """Chains of steps whose tile stays in registers, with neighbours merged in all groupings worth comparing."""
-    problem, mode, found, sectors = segment.problem, segment.mode, list[Offer](), run_sectors(segment.before, segment.after)
+    problem, mode, found, sectors = segment.problem, segment.mode, list[Offer](), run_sectors(segment.before, segment.mode.after)
     for launch, chain in _launches(segment.ps, segment.qs):
         config = chained_config(chain, problem.itemsize, sectors, max(1, mode.slices))
         if config is not None:

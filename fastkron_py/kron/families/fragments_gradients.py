@@ -19,7 +19,7 @@ from fastkron_py.kron.families import fragments
 from fastkron_py.kron.families.fragments import CHAIN_WIDTH, MOST_OFFSET, TILE
 from fastkron_py.kron.families.tile_gradients import SUM_NUMBERS, fused_launch
 from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
-from fastkron_py.kron.plan.steps import DOT_SIDE, run_of
+from fastkron_py.kron.plan.steps import DOT_SIDE
 from fastkron_py.kron.problem import WORD, ceil
 from fastkron_py.runtime.gpu import SECTOR_BYTES, VECTOR_BYTES
 
@@ -507,10 +507,12 @@ def gradient_quantities(problem: GroupProblem, config: GradientConfig) -> dict[s
         products = 3 * pa * pb * qb + 3 * pa * qa * qb
     else:
         products = ps[1] * qs[1] * config.neighbours * (config.summed + problem.need_x)
-    return problem.moves(config.block_s, run_of(1, mode.after, config.block_s), config.programs * config.summed) | {
-        "operations": mode.operating(2 * slices * products),
-        "tiles": mode.moving(slices * ((1 + problem.need_x) * mode.p + mode.q)),
-    }
+    return problem.moves(
+        config.block_s,
+        partial_sums=config.programs * config.summed,
+        operations=mode.operating(2 * slices * products),
+        tiles=mode.moving(slices * ((1 + problem.need_x) * mode.p + mode.q)),
+    )
 
 
 def gradient_launch(problem: GroupProblem, taken: GroupProblem, config: GradientConfig) -> GradientLaunch:

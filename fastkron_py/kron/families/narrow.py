@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -50,8 +49,7 @@ class Figures(NamedTuple):
         return figures(cls, name, gpu)
 
 
-@dataclass(frozen=True)
-class NarrowConfig:
+class NarrowConfig(NamedTuple):
     """Tiles of block_s slices, in runs of this length, and block_q columns; unroll rows of the factor are multiplied together."""
 
     block_s: int
@@ -60,8 +58,7 @@ class NarrowConfig:
     unroll: int
 
 
-@dataclass(frozen=True)
-class NarrowGradientConfig:
+class NarrowGradientConfig(NamedTuple):
     """Tiles of block_s slices, in runs of this length; every program of a batch of factors leaves partial sums."""
 
     block_s: int
@@ -149,7 +146,7 @@ def quantities(mode: Mode, step: Step) -> dict[str, float]:
     config = narrow_config(step.p, step.q, mode.itemsize * step.parts, mode.slices, mode.after, mode.gpu)
     tiles = mode.batches * ceil(mode.slices, config.block_s) * ceil(step.q, config.block_q)
     _, rounds = mode.rounds(tiles, Figures.of(mode.gpu).programs_per_sm)
-    return mode.moves(config.block_s, config.run) | {"tiles": mode.moving(rounds * config.block_s * (mode.p + mode.q))}
+    return mode.moves(config.block_s, config.run, tiles=mode.moving(rounds * config.block_s * (mode.p + mode.q)))
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
@@ -193,10 +190,13 @@ def gradient_quantities(problem: GroupProblem) -> dict[str, float]:
     config, mode = gradient_config(problem), problem.mode
     _, rounds = mode.rounds(mode.batches * ceil(problem.num_slices, config.block_s), Figures.of(problem.gpu).programs_per_sm)
     held = rounds * config.block_s
-    return problem.moves(config.block_s, config.run, config.programs) | {
-        "tiles": mode.moving(held * (2 * mode.p + mode.q)),
-        "products": mode.moving(held * next_power_of_two(mode.p) * next_power_of_two(mode.q)),
-    }
+    return problem.moves(
+        config.block_s,
+        config.run,
+        partial_sums=config.programs,
+        tiles=mode.moving(held * (2 * mode.p + mode.q)),
+        products=mode.moving(held * next_power_of_two(mode.p) * next_power_of_two(mode.q)),
+    )
 
 
 def gradient_launch(problem: GroupProblem) -> GradientLaunch:

@@ -59,8 +59,7 @@ class Figures(NamedTuple):
 OF: Final = figures(Figures, name, HOPPER)  # as of all GPUs whose tensor cores read operands from shared memory
 
 
-@dataclass(frozen=True)
-class SlicePairConfig:
+class SlicePairConfig(NamedTuple):
     """A program of this number of warps multiplies one slice at a time, while the next ones are loaded."""
 
     num_warps: int
@@ -302,7 +301,7 @@ def seconds(mode: Mode, steps: Sequence[Step]) -> float:
 def quantities(mode: Mode, steps: Sequence[Step]) -> dict[str, float]:
     """Those of a launch, whose programs take whole slices."""
     turns, rounds = mode.rounds(mode.batches * mode.slices, slice_pair_config(steps, False, "", mode.gpu).programs_per_sm)
-    moves, again = mode.moves(1, 1), turns_of(steps) - 1
+    again, is_unaligned = turns_of(steps) - 1, mode.moves(1)["addresses"] > 0
     return {
         "start": MICROSECOND,
         "streamed": mode.streamed,
@@ -310,7 +309,7 @@ def quantities(mode: Mode, steps: Sequence[Step]) -> dict[str, float]:
         "rounds": turns * MICROSECOND,
         "tiles": mode.moving(rounds * (mode.p * (1 + again) + mode.q)),
         "operations": mode.operating(rounds * matrices_of(steps) * tiling(steps).operations(1 + again)),
-        "unaligned": moves["bytes"] if moves["addresses"] else 0.0,
+        "unaligned": mode.moved if is_unaligned else 0.0,
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -18,7 +17,6 @@ from fastkron_py.kron.plan.steps import (
     Launch,
     merged,
     padded,
-    run_of,
     steps_of,
     tile_constants,
 )
@@ -55,8 +53,7 @@ class Figures(NamedTuple):
     gradient_factors: int  # of a step, at most: a factor's gradient multiplies all others out, and the kernel takes long to compile
 
 
-@dataclass(frozen=True)
-class ChainConfig:
+class ChainConfig(NamedTuple):
     """A chain of steps on a tile of block_s whole slices."""
 
     block_s: int
@@ -65,8 +62,7 @@ class ChainConfig:
     programs_per_sm: int
 
 
-@dataclass(frozen=True)
-class SingleConfig:
+class SingleConfig(NamedTuple):
     """One step as a GEMM of [block_s, block_p] and [block_p, block_q] tiles of real numbers."""
 
     block_s: int
@@ -84,7 +80,7 @@ _C = TypeVar("_C")
 def chain_shared_memory(config: ChainConfig, launch: Launch, itemsize: int) -> int:
     """Bytes of a program, at most: tiles that are loaded ahead, one between two steps, and the factors."""
     halves = _halves(itemsize)
-    factors = launch.parts**2 * sum([s.p_pad * s.q_pad for s in launch.steps]) * itemsize * halves
+    factors = launch.parts**2 * launch.work.factors * itemsize * halves
     return config.block_s * launch.tile_width * itemsize * (config.num_stages - 1 + halves) + factors
 
 
@@ -197,28 +193,30 @@ def step_quantities(mode: Mode, config: SingleConfig) -> dict[str, float]:
     products = mode.operating(2 * rounds * config.block_s * depth * config.block_p * config.block_q)
     moved = mode.moving(rounds * config.block_s * (depth * config.block_p + config.block_q))
     is_uneven = mode.p % config.block_p != 0 and mode.after == 1
-    return mode.moves(config.block_s, run_of(1, mode.after, config.block_s)) | {
-        "operations": products,
-        "unaligned_operations": 0.0 if mode.is_aligned else products,
-        "tiles": moved,
-        "wide_tiles": moved if max(mode.p, mode.q) > CHAIN_WIDTH else 0.0,
-        "steps": turns * depth * MICROSECOND if depth > 1 else 0.0,
-        "uneven_tiles": moved if is_uneven else 0.0,
-        "uneven_operations": products if is_uneven else 0.0,
-    }
+    return mode.moves(
+        config.block_s,
+        operations=products,
+        unaligned_operations=0.0 if mode.is_aligned else products,
+        tiles=moved,
+        wide_tiles=moved if max(mode.p, mode.q) > CHAIN_WIDTH else 0.0,
+        steps=turns * depth * MICROSECOND if depth > 1 else 0.0,
+        uneven_tiles=moved if is_uneven else 0.0,
+        uneven_operations=products if is_uneven else 0.0,
+    )
 
 
 def chain_quantities(mode: Mode, launch: Launch, config: ChainConfig) -> dict[str, float]:
     """Those of a chain, whose tiles pass through shared memory between two steps."""
-    parts, work, moves = launch.parts, launch.work, mode.moves(config.block_s, run_of(1, mode.after, config.block_s))
-    _, rounds = mode.rounds(mode.batches * ceil(mode.slices, config.block_s), config.programs_per_sm)
-    exchanged = mode.moving(rounds * config.block_s * work.passed * parts)
-    return moves | {
-        "operations": mode.operating(2 * rounds * config.block_s * work.products * parts**2),
-        "exchanged": exchanged,
-        "wide_exchanged": exchanged if max(work.read, work.written) * parts > figures(Figures, name, mode.gpu).large_chain else 0.0,
-        "padding": moves["bytes"] * (work.read * work.written * parts**2 / (mode.p * mode.q) - 1),
-    }
+    parts, work, block_s = launch.parts, launch.work, config.block_s
+    _, rounds = mode.rounds(mode.batches * ceil(mode.slices, block_s), config.programs_per_sm)
+    exchanged = mode.moving(rounds * block_s * work.passed * parts)
+    return mode.moves(
+        block_s,
+        operations=mode.operating(2 * rounds * block_s * work.products * parts**2),
+        exchanged=exchanged,
+        wide_exchanged=exchanged if max(work.read, work.written) * parts > figures(Figures, name, mode.gpu).large_chain else 0.0,
+        padding=mode.moved * (work.read * work.written * parts**2 / (mode.p * mode.q) - 1),
+    )
 
 
 def refusal(problem: Problem) -> str | None:

@@ -6,13 +6,12 @@ Every number of programs and of splits depends on the problem and the device alo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.families import tile
 from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
-from fastkron_py.kron.plan.steps import DOT_SIDE, padded, run_of, tile_constants
+from fastkron_py.kron.plan.steps import DOT_SIDE, padded, tile_constants
 from fastkron_py.kron.problem import MICROSECOND, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import SECTOR_BYTES, next_power_of_two
@@ -34,8 +33,7 @@ LARGEST_TILE: Final = 2 * TILE
 SUM_NUMBERS: Final = CHAIN_WIDTH**2
 
 
-@dataclass(frozen=True)
-class FusedConfig:
+class FusedConfig(NamedTuple):
     """A fused kernel: block_s slices a tile, and the number of sums that each step's gradient is kept in."""
 
     block_s: int
@@ -45,8 +43,7 @@ class FusedConfig:
     num_stages: int
 
 
-@dataclass(frozen=True)
-class FactorConfig:
+class FactorConfig(NamedTuple):
     """A factor's gradient: [block_p, block_q] tiles of real numbers, summed over splits of the slices."""
 
     block_s: int
@@ -175,15 +172,16 @@ def fused_quantities(problem: GroupProblem) -> dict[str, float]:
     (pa, qa), (pb, qb) = problem.pads
     tiles, programs_per_sm = mode.batches * ceil(problem.num_slices, config.block_s), _figures(problem).gradient_programs[problem.itemsize]
     _, rounds = mode.rounds(tiles, programs_per_sm)
-    moves = problem.moves(config.block_s, run_of(1, mode.after, config.block_s), config.programs)
     # Of one step its gradient and dx; of a chain also both intermediates, that of u from B, and that of g from A.
     products = 3 * pa * pb * qb + 2 * pa * qa * qb if problem.split else 2 * pb * qb
     held = mode.moving(rounds * config.block_s * tile_width(problem))
-    return moves | {
-        "operations": mode.operating(2 * rounds * config.block_s * products * parts**2),
-        "held": held,
-        "held_wide": held if config.num_warps > 4 else 0.0,
-    }
+    return problem.moves(
+        config.block_s,
+        partial_sums=config.programs,
+        operations=mode.operating(2 * rounds * config.block_s * products * parts**2),
+        held=held,
+        held_wide=held if config.num_warps > 4 else 0.0,
+    )
 
 
 def factor_quantities(problem: GroupProblem, config: FactorConfig) -> dict[str, float]:
@@ -194,12 +192,14 @@ def factor_quantities(problem: GroupProblem, config: FactorConfig) -> dict[str, 
     moved = mode.moving(rounds * config.slices_per_split * (config.block_p + config.block_q))
     products = mode.operating(2 * rounds * config.slices_per_split * config.block_p * config.block_q)
     is_uneven = bool(mode.p % config.block_p or mode.q % config.block_q)
-    return problem.moves(config.block_s, run_of(1, mode.after, config.block_s), config.splits) | {
-        "scattered_operations": products if mode.is_scattered else 0.0,
-        "uneven_operations": products if is_uneven else 0.0,
-        "tiles": moved,
-        "steps": turns * ceil(config.slices_per_split, config.block_s) * MICROSECOND,
-    }
+    return problem.moves(
+        config.block_s,
+        partial_sums=config.splits,
+        scattered_operations=products if mode.is_scattered else 0.0,
+        uneven_operations=products if is_uneven else 0.0,
+        tiles=moved,
+        steps=turns * ceil(config.slices_per_split, config.block_s) * MICROSECOND,
+    )
 
 
 # ---- launches ------------------------------------------------------------------------------------

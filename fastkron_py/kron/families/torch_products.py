@@ -130,7 +130,7 @@ def copied_width(width: int, itemsize: int) -> int:
 def _aligned(mode: Mode) -> Mode:
     """The multiply of copies, with the mode last."""
     p, q = (copied_width(width, mode.itemsize) for width in (mode.p, mode.q))
-    return replace(mode, runs=mode.slices, after=1, p=p, q=q, adds=False)
+    return Mode(mode.batches, mode.slices, 1, p, q, mode.itemsize, mode.passes, mode.gpu)
 
 
 def copying_quantities(mode: Mode) -> dict[str, float]:
@@ -191,7 +191,7 @@ def gemm_seconds(mode: Mode) -> float:
     tiles = ceil(mode.slices, of.gemm_tile) * ceil(mode.q, of.gemm_tile)
     waves = ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles
     work = waves * mode.operations / filled(mode.q, of.gemm_tile) / (of.gemm * mode.gpu.rate(mode.itemsize))
-    return max(work, mode.traffic(of.gemm_traffic) + mode.result_seconds(1)) + figures(Memory, "memory", mode.gpu).wait
+    return max(work, mode.traffic(of.gemm_traffic) + mode.written) + figures(Memory, "memory", mode.gpu).wait
 
 
 def multiply_times(mode: Mode) -> dict[str, float]:
@@ -202,7 +202,7 @@ def multiply_times(mode: Mode) -> dict[str, float]:
     """
     of, times = partial(priced, gpu=mode.gpu, itemsize=mode.itemsize), dict[str, float]()
     if mode.batches == 1 or mode.after == 1:
-        times["matmul"] = of("matmul", quantities=matmul_quantities(mode)) + (mode.result_seconds(2) if mode.adds else 0.0)
+        times["matmul"] = of("matmul", quantities=matmul_quantities(mode)) + (2 * mode.written if mode.adds else 0.0)
     if mode.adds and takes_gemm(mode):
         times["gemm"] = gemm_seconds(mode)
     if takes_copies(mode):

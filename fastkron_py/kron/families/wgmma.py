@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.families import tile
-from fastkron_py.kron.plan.steps import Launch, Step, is_even, run_of
+from fastkron_py.kron.plan.steps import Launch, Step, is_even
 from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, WORD, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import VECTOR_BYTES
@@ -96,7 +96,6 @@ def ring_stages(mode: Mode, block_n: int, is_copied: bool) -> int:
     return min(most, most * (BLOCK_M + _BLOCKS_N[0]) * WORD // (lines * mode.itemsize))  # of the widest tile of float32
 
 
-@lru_cache(maxsize=1024)
 def multiply_config(mode: Mode) -> WideConfig:
     """The tiles of a multiply by the kernel for Hopper.
 
@@ -112,7 +111,6 @@ def multiply_config(mode: Mode) -> WideConfig:
     return _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)
 
 
-@lru_cache(maxsize=1024)
 def gradient_config(mode: Mode) -> WideConfig:
     """The tiles and splits of a factor's gradient by the kernel for Hopper."""
     slowdown = _figures(mode).scattered if mode.is_scattered else 1.0
@@ -149,13 +147,14 @@ def quantities(mode: Mode) -> dict[str, float]:
     config, depth, vector = multiply_config(mode), ceil(mode.p, BLOCK_K), VECTOR_BYTES // mode.itemsize
     turns, rounds = mode.rounds(config.items, 1)
     loaded = math.gcd(mode.p if mode.after == 1 else mode.after, vector)
-    return mode.moves(BLOCK_M, run_of(1, mode.after, BLOCK_M)) | {
-        "rounds": turns * MICROSECOND,
-        "operations": mode.operating(2 * rounds * depth * BLOCK_K * BLOCK_M * config.block_n),
-        "tiles": mode.moving(rounds * BLOCK_M * (mode.p + config.block_n)),
-        "unaligned_steps": turns * depth * (vector / loaded - 1) * MICROSECOND,
-        "in_rows": mode.result_seconds(1) if mode.after == 1 and not mode.to_front else 0.0,
-    }
+    return mode.moves(
+        BLOCK_M,
+        rounds=turns * MICROSECOND,
+        operations=mode.operating(2 * rounds * depth * BLOCK_K * BLOCK_M * config.block_n),
+        tiles=mode.moving(rounds * BLOCK_M * (mode.p + config.block_n)),
+        unaligned_steps=turns * depth * (vector / loaded - 1) * MICROSECOND,
+        in_rows=mode.written if mode.after == 1 and not mode.to_front else 0.0,
+    )
 
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
@@ -223,12 +222,14 @@ def gradient_quantities(problem: GroupProblem) -> dict[str, float]:
     config = gradient_config(mode)
     turns, rounds = mode.rounds(config.items, 1)
     products = mode.operating(2 * rounds * config.steps * BLOCK_K * BLOCK_M * config.block_n)
-    return problem.moves(BLOCK_K, run_of(1, mode.after, BLOCK_K), config.splits) | {
-        "rounds": turns * MICROSECOND,
-        "steps": turns * config.steps * MICROSECOND,
-        "scattered_steps": turns * config.steps * MICROSECOND if mode.is_scattered else 0.0,
-        "operations": products,
-    }
+    return problem.moves(
+        BLOCK_K,
+        partial_sums=config.splits,
+        rounds=turns * MICROSECOND,
+        steps=turns * config.steps * MICROSECOND,
+        scattered_steps=turns * config.steps * MICROSECOND if mode.is_scattered else 0.0,
+        operations=products,
+    )
 
 
 def gradient_launch(problem: GroupProblem) -> GradientLaunch:

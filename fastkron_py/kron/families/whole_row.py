@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -52,8 +51,7 @@ class Figures(NamedTuple):
 OF: Final = figures(Figures, name, HOPPER)  # as of all GPUs that have the kernel
 
 
-@dataclass(frozen=True)
-class WholeRowConfig:
+class WholeRowConfig(NamedTuple):
     """A program of this number of warps multiplies one row at a time.
 
     Attributes:

@@ -24,8 +24,7 @@ def padded(size: int, parts: int = 1) -> int:
     return max(DOT_SIDE // parts, 1 << (size - 1).bit_length())
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One mode: factors start to stop merged, P x Q in all, held in P_pad x Q_pad; parts are the real numbers of an element."""
 
     start: int
@@ -34,12 +33,12 @@ class Step:
     q: int
     parts: int = 1
 
-    @cached_property
+    @property
     def p_pad(self) -> int:
         """P as held on chip: a power of two that a dot takes."""
         return padded(self.p, self.parts)
 
-    @cached_property
+    @property
     def q_pad(self) -> int:
         """Q as held on chip."""
         return padded(self.q, self.parts)
@@ -109,6 +108,7 @@ class ChainWork(NamedTuple):
         read: before the first step.
         written: after the last one.
         products: multiply-adds of all steps.
+        factors: of all steps.
         passed: that the steps read and write, all together.
         widest: most at a time.
         rows: of the shortest product.
@@ -117,6 +117,7 @@ class ChainWork(NamedTuple):
     read: int
     written: int
     products: int
+    factors: int
     passed: int
     widest: int
     rows: int
@@ -131,7 +132,7 @@ def chain_work(pads: Sequence[tuple[int, int]]) -> ChainWork:
         rest = count * q
         products, passed, width = products + width * q, passed + width + rest, rest
         widest, rows = max(widest, rest), min(rows, count)
-    return ChainWork(read, width, products, passed, widest, rows)
+    return ChainWork(read, width, products, sum([p * q for p, q in pads]), passed, widest, rows)
 
 
 def merged(ps: Sequence[int], qs: Sequence[int], width: int) -> Ends:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from operator import itemgetter, mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -46,8 +47,9 @@ def priced(family: str, gpu: GPU, itemsize: int, quantities: Mapping[str, float]
         itemsize: bytes of a real number.
         quantities: of the launch, in seconds, by name; one without a price costs nothing. "streamed" is the least that a launch takes.
     """
-    prices = _prices(gpu.rates)[family, itemsize]
-    return float(at_least(sum([price * quantities[name] for name, price in prices if name in quantities]), quantities["streamed"]))
+    take, prices = _prices(gpu.rates)[family, itemsize]
+    *_, least = found = take(quantities)
+    return float(at_least(sum(map(mul, prices, found)), least))
 
 
 def at_least(seconds: Any, least: Any) -> Any:
@@ -59,10 +61,10 @@ def at_least(seconds: Any, least: Any) -> Any:
 
 
 @lru_cache
-def _prices(file: str) -> dict[tuple[str, int], tuple[tuple[str, float], ...]]:
-    """Names and prices of quantities, by family and bytes of a real number."""
-    prices = _read(file)["prices"]
-    return {(family, itemsize): tuple(of.items()) for family, by_size in prices.items() for itemsize, of in by_size.items()}
+def _prices(file: str) -> dict[tuple[str, int], tuple[Callable[[Mapping[str, float]], tuple[float, ...]], tuple[float, ...]]]:
+    """What takes the quantities that have prices, and then "streamed"; and these prices. By family and bytes of a real number."""
+    sizes = [(family, itemsize, of) for family, by_size in _read(file)["prices"].items() for itemsize, of in by_size.items()]
+    return {(family, itemsize): (itemgetter(*of, "streamed"), tuple(of.values())) for family, itemsize, of in sizes}
 
 
 @lru_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,7 @@ def test_each_gpu_has_figures(gpu) -> None:
     for kind, section in ((Host, "host"), (Memory, "memory"), *[(family.Figures, family.name) for family in WITH_FIGURES]):
         assert figures(kind, section, gpu)
     for itemsize in (2, 4, 8):
-        assert 0 < priced("tile", gpu, itemsize, {"start": 1e-6, "streamed": 0.0}) < 1e-5
+        assert 0 < priced("tile", gpu, itemsize, defaultdict(float, start=1e-6)) < 1e-5
 
 
 def test_a_figure_that_is_not_there_is_named() -> None:
