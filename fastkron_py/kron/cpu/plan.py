@@ -260,7 +260,9 @@ def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     far = [s for s in steps if len(steps) == 1 or matrices[s.matrix].p * matrices[s.matrix].q * sizes.itemsize > LIMITS.buffer_bytes]
     around = min([s.before * s.after for s in far], default=1 << 62)
     fitting = (LIMITS.gradient_bytes if sizes.is_gradient else LIMITS.unit_bytes) // sizes.itemsize // widest
-    most = max(fitting, LIMITS.least_columns, LIMITS.far_columns // around)
+    # Rows of a unit lie apart in memory, where short runs are slow to load: they fill the second level of cache, if not the first one.
+    wide = 0 if sizes.is_gradient else min(LIMITS.far_columns, LIMITS.buffer_bytes // sizes.itemsize // widest)
+    most = max(fitting, LIMITS.least_columns, LIMITS.far_columns // around, wide)
     if not _are_even(sizes, sizes.groups * rows):
         most = min(most, max(vectors, -(-columns // sizes.threads)))
     sharing = sizes.threads if sizes.groups * rows < 4 * sizes.threads else 1  # few rows: each thread has as many units
