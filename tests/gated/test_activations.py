@@ -19,6 +19,7 @@ from fastkron_py import gated_linear
 from fastkron_py.gated.activations.built_in import sigmoid
 from fastkron_py.gated.activations.registry import find_activation, unregister_activation
 from fastkron_py.nn import Activation, GatedMLP, register_activation, unpack_gated
+from fastkron_py.testing import assert_close
 
 
 @triton.jit
@@ -75,6 +76,15 @@ def test_constants(dtype: torch.dtype, backend_name: str, device: torch.device, 
             dx, dup, dgate = torch.autograd.grad(expected, wide, dy.double())
             for actual, wanted in zip((y, *found), (expected, dx, pack(dup, dgate, layout)), strict=True):
                 assert float(((actual.double() - wanted).norm() / wanted.norm()).detach()) < TOLERANCES[dtype]
+
+
+def test_slopes_at_the_limit() -> None:
+    """Those of the inner side, as on the device: torch.clamp's are others from torch 2.14 on."""
+    activation, x = find_activation("clamped_swiglu(0.5)"), torch.tensor([0.5, -0.5, 0.7], requires_grad=True)
+    for one in (activation, activation.up):
+        assert one is not None
+        (found,) = torch.autograd.grad(one.host(x).sum(), x)
+        assert_close(found, one.host_derivative(x.detach()))
 
 
 def test_names_with_constants() -> None:

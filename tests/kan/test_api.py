@@ -188,6 +188,14 @@ def test_normalizations_are_what_they_say(backend_name: str, device: torch.devic
     assert_close(poly_kan(constant, c, normalization="minmax"), plain(torch.zeros_like(x)))
 
 
+def test_slopes_at_the_ends(backend_name: str, device: torch.device) -> None:
+    """Those of the inner side, whatever `torch.clamp` has there: 1 before torch 2.14, 0 from then on."""
+    x = torch.tensor([[1.0, -1.0, 0.5, 2.0]], device=device, requires_grad=True)
+    c = torch.tensor([0.0, 1.0], device=device)[:, None, None].expand(2, 1, 4).contiguous()
+    (found,) = torch.autograd.grad(poly_kan(x, c, normalization="clamp").sum(), x)
+    assert_close(found, torch.tensor([[1.0, 1.0, 1.0, 0.0]], device=device))
+
+
 @pytest.mark.parametrize("as_large", [False, True])
 def test_nan_stays_in_its_row(as_large: bool, backend_name: str, device: torch.device, request: pytest.FixtureRequest) -> None:
     if as_large:

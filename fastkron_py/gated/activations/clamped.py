@@ -51,7 +51,7 @@ def clamped_swiglu(
     """The activation with these constants."""
 
     def host(x: Tensor) -> Tensor:
-        g = x.clamp(max=limit)
+        g = torch.where(x > limit, limit, x)  # torch.clamp has another derivative at the limit from torch 2.14 on
         return scale * g * torch.sigmoid(alpha * g)
 
     def host_derivative(x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def clamped_swiglu(
         return scale * (x <= limit) * (s + s * (alpha * g * (1 - s)))
 
     def host_up(x: Tensor) -> Tensor:
-        return x.clamp(-limit, limit) + offset
+        return torch.where(x > limit, limit, torch.where(x < -limit, -limit, x)) + offset
 
     constants = float(limit), float(alpha), float(offset), float(scale)
     return Activation(
