@@ -151,7 +151,8 @@ class KroneckerSum(ProductOrSum):
         """The sum of a function of the factors of each term."""
 
         def total(factors: list[Factor], masses: list[Factor]) -> Tensor:
-            one = algebra.matrices([*factors, *masses])[0].new_ones(1, 1)  # a term may have no matrix
+            batch = self._shape[:-2] if len(factors) == 1 else ()  # of the mass, which has no other part in the sum then
+            one = algebra.matrices([*factors, *masses])[0].new_ones(*batch, 1, 1)  # a term may have no matrix
             return reduce(torch.add, [function([one, *term]) for term in terms(factors, masses)])
 
         return self._on_parts(total, identities=True)

@@ -143,3 +143,13 @@ def test_traces_build_no_identity(device):
     assert KroneckerSum([8000, a]).trace() == 8000 * 7
     s = KroneckerSum([3, a], masses=[torch.eye(3, dtype=torch.float64, device=device) + 1, 2])
     assert s.trace() == s.to_dense().trace()
+
+
+def test_a_batched_mass_of_one_factor(device):
+    """It is no part of the sum, but gives it its batch."""
+    a, m = (torch.randn(*batch, 3, 3, dtype=torch.float64, device=device) for batch in ((), (2,)))
+    s = KroneckerSum([a], masses=[m])
+    assert s.shape == (2, 3, 3)
+    near(s.to_dense(), a.expand(2, 3, 3))
+    near(s.trace(), a.trace().expand(2))
+    near(s.diagonal(), a.diagonal().expand(2, 3))
