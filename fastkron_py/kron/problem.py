@@ -104,8 +104,8 @@ class Elements:
 
         A complex factor is a real one of twice the sides (`tiling.addresses`). What z adds and where the mode goes are as in `Mode`.
         """
-        (groups, rows, before, after), parts = shape, self.parts
-        return Mode(groups, rows * before, after, parts * p, parts * q, self.itemsize, self.passes, self.gpu, adds, to_front)
+        groups, rows, before, after = shape
+        return Mode(groups, rows * before, after, self.parts * p, self.parts * q, self.itemsize, self.passes, self.gpu, adds, to_front)
 
 
 @dataclass(frozen=True)
@@ -377,8 +377,8 @@ class Mode:
             found: the launch's other quantities.
 
         Returns:
-            these, and "start" and "bytes"; "streamed", "bytes" if they exceed the cache;
-            "elements", of which 16-bit ones need as many instructions;
+            these, and "start" and "bytes"; "streamed", "bytes" if they exceed the cache; "elements" of 16 bits, which need as many
+            instructions as others;
             "addresses", by which loads and stores of less than 16 bytes are more; "sectors", of runs that share these with others;
             "partial_writes", to memory, of runs that are shorter than what memory writes at a time;
             "in_place" and "crossing", bytes and elements that are moved where something comes after the mode, and where tiles cross runs.

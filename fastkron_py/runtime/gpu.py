@@ -47,7 +47,7 @@ class GPU:
         return self.multiprocessors if self.name != "interpreter" else HOPPER.multiprocessors
 
     def __hash__(self) -> int:
-        """Return one of two features that tell most GPUs apart: problems, which caches have as keys, hash theirs in every look-up."""
+        """Return a hash of two features that tell most GPUs apart: problems, which are keys of caches, hash theirs in every look-up."""
         return hash((self.name, self.multiprocessors))
 
     def rate(self, itemsize: int) -> float:

@@ -24,7 +24,6 @@ logger = logging.getLogger("fastkron_py")
 
 # Of every launch. Kernels are written and timed for products and sums in one instruction; Triton's default depends on its version.
 _OPTIONS: Final = {"enable_fp_fusion": True}
-_runtime: Final = knobs.runtime  # asked at every call
 _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 _obstacles: dict[type, str | None] = {}  # why compiled kernels of a class are launched by Triton alone, None if they are not
 
@@ -74,11 +73,8 @@ def _obstacle(compiled: Any) -> str | None:
 
 def is_hooked() -> bool:
     """Whether somebody wants to be told of launches: a profiler."""
-    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-    try:
-        return bool(enter.calls or leave.calls)
-    except AttributeError:  # of a Triton without chains of hooks, or a hook in place of one
-        return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
 
 
 @lru_cache(maxsize=1)

@@ -50,17 +50,20 @@ def clamped_swiglu(
 ) -> Activation:
     """The activation with these constants."""
 
+    def at_most(x: Tensor) -> Tensor:  # torch.clamp has another derivative at the limit from torch 2.14 on
+        return torch.where(x > limit, limit, x)
+
     def host(x: Tensor) -> Tensor:
-        g = torch.where(x > limit, limit, x)  # torch.clamp has another derivative at the limit from torch 2.14 on
+        g = at_most(x)
         return scale * g * torch.sigmoid(alpha * g)
 
     def host_derivative(x: Tensor) -> Tensor:
-        g = x.clamp(max=limit)
+        g = at_most(x)
         s = torch.sigmoid(alpha * g)
         return scale * (x <= limit) * (s + s * (alpha * g * (1 - s)))
 
     def host_up(x: Tensor) -> Tensor:
-        return torch.where(x > limit, limit, torch.where(x < -limit, -limit, x)) + offset
+        return -at_most(-at_most(x)) + offset
 
     constants = float(limit), float(alpha), float(offset), float(scale)
     return Activation(
