@@ -61,9 +61,10 @@ def _rows(sums: _Sums, groups: int, is_pair: bool) -> int:
 
 
 def most_rank(dtype: torch.dtype, in1: int, device: torch.device) -> int:
-    """The largest rank of a w2 that the kernel takes as a pair."""
+    """The largest rank of a w2 that the kernel takes as a pair; 0 where as many as a product sums at least do not fit."""
     sums, groups = _sums(dtype, device), next_power_of_two(in1)
-    return sums.most // (groups * _rows(sums, groups, True))
+    most = sums.most // (groups * _rows(sums, groups, True))
+    return most if most >= _NARROWEST else 0
 
 
 def _tile(dtype: torch.dtype, in1: int, w2: FactorSize, device: torch.device) -> dict[str, int]:

@@ -10,7 +10,9 @@ from refusals import Refusal, assert_all_refused, value, wrong_type
 from torch import Tensor
 
 from fastkron_py import lokr_linear
+from fastkron_py.adapters import launches
 from fastkron_py.adapters.batched import lokr_indexed
+from fastkron_py.adapters.plan import FactorSize
 from fastkron_py.testing import assert_close
 
 SIZES = {
@@ -190,3 +192,13 @@ REFUSED: dict[str, Refusal] = {
 
 def test_refused() -> None:
     assert_all_refused(REFUSED)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_no_product_is_smaller_than_tensor_cores_take(dtype: torch.dtype) -> None:
+    """The interpreter takes any; compilers refuse sums of fewer than 16 terms."""
+    for in1 in range(1, 65):
+        most = launches.most_rank(dtype, in1, torch.device("cpu"))
+        for rank in (None, 1, 2, most) if most else (None,):
+            tile = launches._tile(dtype, in1, FactorSize(64, 64, rank), torch.device("cpu"))
+            assert min(tile["BLOCK_N"], tile["BLOCK_O"], tile["BLOCK_K"]) >= 16, (in1, rank, tile)
