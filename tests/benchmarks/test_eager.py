@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.__main__ import main
-from benchmarks.eager import calls, problems, row_counts
+from benchmarks.eager import calls, problems, profile, row_counts
 from benchmarks.registry import Draw, registered
 
 CPU = torch.device("cpu")
@@ -144,3 +144,19 @@ def test_what_kernels_are_compiled_for(flags: dict[str, bool], same: bool) -> No
 
 def test_row_counts_differ() -> None:
     assert len(row_counts.first_calls({"P": [2, 2], "dtype": "float32", "kind": "backward"}, CPU)) == row_counts.COUNTS["backward"]
+
+
+def test_the_profile_of_a_call_names_functions_and_their_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "CALLS", 20)
+    monkeypatch.setattr("sys.argv", ["profile", "chosen: 16 x 8^2 float32 backward"])
+    with torch.enable_grad():
+        profile.main()
+    title, _, head, _, *rows = capsys.readouterr().out.splitlines()
+    assert title.startswith("chosen: 16 x 8^2 float32 backward on c")
+    assert head == "| function | calls | own us | whole us |"
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row]
+    assert len(cells) == profile.ROWS
+    own = [float(cell[2]) for cell in cells]
+    assert own == sorted(own, reverse=True)
+    assert any(cell[0].startswith("fastkron_py/") for cell in cells)
+    assert all(float(cell[3]) >= float(cell[2]) for cell in cells)
