@@ -130,26 +130,50 @@ def _scaling(grid: str) -> str:
 
 
 def _included(docs: str) -> list[list[str]]:
-    def of(name: str, baseline: str) -> str:
-        return f"{times_text(speed_up(name, baseline).mean)} the speed of"
+    def row(what: str, page: str, *compared: tuple[str, str, str]) -> list[str]:
+        told = [f"{times_text(speed_up(name, baseline).mean)} the speed of {words}" for name, baseline, words in compared]
+        link, *rest = what.split("|")
+        return [
+            f"[{link}]({docs}guides/{page}.md){''.join(rest)}",
+            ", ".join(told),
+            "; ".join(dict.fromkeys(machine(n) for n, *_ in compared)),
+        ]
 
-    flash, vit, cholesky = of("kat", "FlashKAT's algorithm"), of("kat", "ViT"), of("kron_solve", "Cholesky of the dense matrix")
-    compiled = of("poly_kan_backward", "torch.compile of the recurrence")
     columns, rows = _scaling("1 x 4"), _scaling("4 x 1")
     return [
-        ["also included", "measured on an H200"],
-        [f"[Lazy operators]({docs}guides/operators.md): `solve`, `logdet`, `eigh`, samples", f"{cholesky} a dense Cholesky solve"],
+        ["also included", "you get", "measured on"],
+        row(
+            "Lazy operators|: `solve`, `logdet`, `eigh`, samples",
+            "operators",
+            ("kron_solve", "Cholesky of the dense matrix", "a dense Cholesky solve"),
+        ),
+        row(
+            "Rotations and Hadamard transforms",
+            "kronecker",
+            ("rotate", "comfy-kitchen", "comfy-kitchen"),
+            ("hadamard", "fast_hadamard_transform", "fast_hadamard_transform"),
+        ),
+        row(
+            "Kolmogorov-Arnold networks| over nine bases",
+            "kan",
+            ("poly_kan_backward", "torch.compile of the recurrence", "`torch.compile`, with gradients"),
+        ),
+        row(
+            "Kolmogorov-Arnold transformers| in timm",
+            "kat",
+            ("kat", "FlashKAT's algorithm", "FlashKAT's algorithm"),
+            ("kat", "ViT", "a ViT"),
+        ),
+        row(
+            "Gated MLPs| of Llama, Mistral, Qwen and Gemma",
+            "gated_mlp",
+            ("gated", "cuBLAS + SwiGLU kernel", "cuBLAS and a SwiGLU kernel"),
+        ),
         [
-            f"[Rotations and Hadamard transforms]({docs}guides/kronecker.md)",
-            f"{of('rotate', 'comfy-kitchen')} comfy-kitchen, {of('hadamard', 'fast_hadamard_transform')} fast_hadamard_transform",
+            f"[Many GPUs]({docs}guides/many_gpus.md): torchrun, mpirun or Slurm",
+            f"four have {columns} to {rows} the speed of one",
+            machine("distributed_4_h200"),
         ],
-        [f"[Kolmogorov-Arnold networks]({docs}guides/kan.md) over nine bases", f"{compiled} `torch.compile`, with gradients"],
-        [f"[Kolmogorov-Arnold transformers]({docs}guides/kat.md) in timm", f"{flash} FlashKAT's algorithm, {vit} a ViT"],
-        [
-            f"[Gated MLPs]({docs}guides/gated_mlp.md) of Llama, Mistral, Qwen and Gemma",
-            f"{of('gated', 'cuBLAS + SwiGLU kernel')} cuBLAS and a SwiGLU kernel",
-        ],
-        [f"[Many GPUs]({docs}guides/many_gpus.md): torchrun, mpirun or Slurm", f"four have {columns} to {rows} the speed of one"],
     ]
 
 
