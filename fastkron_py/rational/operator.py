@@ -189,6 +189,7 @@ layer_norm_rational = Operator(
     program=program.layer_norm_rational,
     fake=_fake_layer_norm,
     gradient_call=gradient_call(layer_norm_rational_backward),
+    vmap="samples",
     in_torch=_layer_norm_composed,
     kept=2,
 )
