@@ -108,6 +108,7 @@ def _indexed_lokr_kernel(
         right_ptrs = right_ptr + adapter.to(tl.int64) * (WIDTH * IN2) + n[:, None] * IN2 + k[None, :]
         # Rows without an adapter have nothing to sum.
         depth = tl.where(adapter < adapters, IN2, 0)
+        width = tl.where(adapter < adapters, WIDTH, 0)  # of the left matrices
         sums = tl.zeros((BLOCK_N, BLOCK_I * BLOCK_M), ACC)
         for step in range(0, depth, BLOCK_K):
             in_row = (step + k < IN2)[None, :]
@@ -128,7 +129,7 @@ def _indexed_lokr_kernel(
                 z = mixed.to(COMPUTE)
                 for start in range(0, OUT2, BLOCK_O):
                     o = start + tl.arange(0, BLOCK_O)
-                    mask = (o < OUT2)[:, None] & (n < WIDTH)[None, :] & (adapter < adapters)
+                    mask = (o < OUT2)[:, None] & (n < width)[None, :]
                     at = adapter.to(tl.int64) * (OUT2 * WIDTH) + o[:, None] * WIDTH + n[None, :]
                     a = tl.load(left_ptr + at, mask=mask, other=0.0).to(COMPUTE)
                     y = dot(a, z, tl.zeros((BLOCK_O, BLOCK_M), ACC), PRECISION)
