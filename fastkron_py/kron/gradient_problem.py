@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from fastkron_py.kron.plan.steps import padded, tile_constants
 from fastkron_py.kron.problem import MICROSECOND, WORD, Mode, OnSlices, Problem, Rows, in_words
 from fastkron_py.kron.rates import priced
+from fastkron_py.runtime.kernels import LaunchConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from fastkron_py.runtime.launch import LaunchConfig
 
 SINGLE: Final = "takes one factor that no kernel takes with dx"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -25,6 +25,7 @@ from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.checks import HALF_DTYPES, can_write, check_out, check_scalar, check_tensor, is_same
 from fastkron_py.runtime.eager import takes_fast_path
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.kernels import gluon_kernel
 from fastkron_py.runtime.operator import GradientCall, Operator, Saved
 from fastkron_py.runtime.precision import autocast_dtype
 from fastkron_py.runtime.precision import cast as cast_tensor
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import Launcher
 
 _LEAST_ALONE: Final = 6  # bits that are transformed by a launch of their own in float64: faster than factors in as many launches
+kernel: Final = partial(gluon_kernel, "kron.kernels.butterfly", "_hadamard_fwd_kernel")  # None where this Triton cannot compile it
 _REGISTERS: Final = 128  # of a thread with m > 1, at most: two programs on a multiprocessor
 
 
@@ -207,11 +209,7 @@ def has_launch(m: int, bits: int, dtype: torch.dtype, device: torch.device) -> b
     gpu = devices.gpu_of(device)
     if gpu.capability is None or dtype.is_complex or not takes_transform(m, bits, dtype.itemsize, gpu.shared_memory):
         return False
-    return _kernel() is not None
-
-
-def _kernel() -> Any:
-    return devices.gluon_kernel("kron.kernels.butterfly", "_hadamard_fwd_kernel")
+    return kernel() is not None
 
 
 def hadamard_launch(x: Tensor, matrix: Tensor | None, m: int, bits: int) -> Launcher:
@@ -238,7 +236,7 @@ def hadamard_launch(x: Tensor, matrix: Tensor | None, m: int, bits: int) -> Laun
         "num_warps": found.num_warps,
         "maxnreg": _REGISTERS if m > 1 else None,
     }
-    return Launcher([LaunchConfig(_kernel(), (math.ceil(x.shape[0] / at_once),), arguments)])
+    return Launcher([LaunchConfig(kernel(), (math.ceil(x.shape[0] / at_once),), arguments)])
 
 
 # ---- the operator ---------------------------------------------------------------------------------

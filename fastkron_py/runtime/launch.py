@@ -19,6 +19,7 @@ from triton.runtime import driver as triton_driver
 from triton.runtime.errors import OutOfResources
 
 from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.kernels import LaunchConfig as LaunchConfig
 
 logger = logging.getLogger("fastkron_py")
 
@@ -87,14 +88,6 @@ def driver() -> tuple[Callable[[], int], Callable[[int], int]]:
     if get_device is torch.cuda.current_device:  # which looks first whether CUDA is up: with tensors there, it is
         get_device = torch_internals.device_getter()
     return get_device, active.get_current_stream
-
-
-class LaunchConfig(NamedTuple):
-    """A kernel, its grid, and its arguments but for the first ones, which each launch gives."""
-
-    kernel: Any
-    grid: tuple[int]
-    arguments: dict[str, Any]
 
 
 def compile_side_by_side(launchers: Sequence[Launcher], run: Callable[[], Any]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.problem import LaunchProblem, Offer, Problem, Segment
+from fastkron_py.runtime.kernels import LaunchConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from fastkron_py.kron.gradient_problem import GradientOffer, GroupProblem
     from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.gpu import GPU
-    from fastkron_py.runtime.launch import LaunchConfig
 
 
 class Family(Protocol):

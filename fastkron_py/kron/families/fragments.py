@@ -12,23 +12,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits_of, without
 from fastkron_py.kron.plan.steps import DOT_SIDE, ChainWork, Ends, Launch, Step, balanced, chain_work, is_even, merged, run_of, steps_of
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
+from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
 
 if TYPE_CHECKING:
     import torch
 
-    from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "fragments"
 order: Final = 0
 moves_to_front: Final = True
 add: Final = add_launch
+kernel: Final = partial(gluon_kernel, "kron.hopper.multiply", "_chained_multiply_fwd_kernel")  # None where this Triton cannot compile it
 
 MOST_STEPS: Final = 4
 # Widest step, in a chain and alone: 64 rows of the left operand and of the accumulator fit into a warpgroup's registers.
@@ -320,17 +321,8 @@ def _launches(ps: tuple[int, ...], qs: tuple[int, ...]) -> list[tuple[Launch, Ch
     return [made for made in found if made[1].width <= SINGLE_WIDTH and made[1].work.widest <= WARP_TILE]
 
 
-def kernel() -> Any:
-    """The register-resident kernel, or None where this Triton cannot compile it."""
-    from fastkron_py.runtime.device import gluon_kernel
-
-    return gluon_kernel("kron.hopper.multiply", "_chained_multiply_fwd_kernel")
-
-
 def gradient_kernels() -> Any:
     """(for one step, for a chain of two) of the backward pass, or None where this Triton cannot compile them."""
-    from fastkron_py.runtime.device import gluon_kernel
-
     step = gluon_kernel("kron.hopper.backward", "_chained_step_bwd_kernel")
     pair = gluon_kernel("kron.hopper.pair_backward", "_chained_pair_bwd_kernel")
     return None if step is None or pair is None else (step, pair)
@@ -385,8 +377,6 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
 
 def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchConfig, ...]:
     """Launch configurations for the register-resident kernel: with tiles of a loop loaded ahead, where they can be, and without."""
-    from fastkron_py.runtime.launch import LaunchConfig
-
     batches, rows, before, after = problem.shape
     steps, common = problem.launch.steps, problem.common
     head, tail = common["HEAD"], common["TAIL"]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import dropwhile
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from fastkron_py.kron.plan.steps import (
     DOT_SIDE,
@@ -23,9 +23,7 @@ from fastkron_py.kron.plan.steps import (
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
-
-if TYPE_CHECKING:
-    from fastkron_py.runtime.launch import LaunchConfig
+from fastkron_py.runtime.kernels import LaunchConfig
 
 name: Final = "tile"
 order: Final = 0
@@ -279,7 +277,6 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
 def _launch_config(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig | ChainConfig) -> LaunchConfig:
     """The launch configuration of a kernel for one step, or for a chain."""
     from fastkron_py.kron.kernels.sliced_multiply import _fused_multiply_fwd_kernel, _sliced_multiply_fwd_kernel
-    from fastkron_py.runtime.launch import LaunchConfig
 
     batches, launch = problem.shape[0], problem.launch
     num_tiles = batches * math.ceil(common["num_slices"] / config.block_s)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fastkron_py.kron.families import tile
 from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
@@ -15,9 +15,7 @@ from fastkron_py.kron.plan.steps import DOT_SIDE, padded, tile_constants
 from fastkron_py.kron.problem import MICROSECOND, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import SECTOR_BYTES, next_power_of_two
-
-if TYPE_CHECKING:
-    from fastkron_py.runtime.launch import LaunchConfig
+from fastkron_py.runtime.kernels import LaunchConfig
 
 name: Final = tile.name
 gradient_order: Final = 20
@@ -215,7 +213,6 @@ def fused_launch(problem: GroupProblem, sums: int | None = None) -> GradientLaun
 
 def _fused_config(problem: GroupProblem, config: FusedConfig, arguments: dict[str, Any]) -> LaunchConfig:
     from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
-    from fastkron_py.runtime.launch import LaunchConfig
 
     arguments = arguments | problem.tiles(config.block_s)
     arguments |= {"SUMS_A": config.sums[0], "SUMS_B": config.sums[1], "num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -250,7 +247,6 @@ def _fused_arguments(problem: GroupProblem) -> dict[str, Any]:
 def _factor_launch(problem: GroupProblem, config: FactorConfig) -> GradientLaunch:
     """The gradient of one factor, over splits of the slices."""
     from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
-    from fastkron_py.runtime.launch import LaunchConfig
     from fastkron_py.tiling.products import arithmetic
 
     groups, (p, q), parts = problem.shape[0], problem.sizes, problem.parts

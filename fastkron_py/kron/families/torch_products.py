@@ -6,10 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from fastkron_py.kron.gradient_problem import SINGLE, GradientLaunch, GradientOffer, GroupProblem
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step
 from fastkron_py.kron.problem import MICROSECOND, WORD, HostWork, LaunchProblem, Memory, Mode, Offer, Problem, Segment, ceil, filled
 from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import VECTOR_BYTES
+from fastkron_py.runtime.kernels import LaunchConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,9 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastkron_py.kron.canonical import Scale
-    from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
     from fastkron_py.runtime.builder import Builder
-    from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "torch_products"
 order: Final = 20
@@ -256,8 +256,6 @@ def add(
 
 def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     """The gradient of one factor: by products in place, and by copies where these may be worth their time."""
-    from fastkron_py.kron.gradient_problem import SINGLE, GradientOffer
-
     if problem.is_fused:
         return SINGLE
     quantities = {"matmul": matmul_gradient_quantities(problem.mode)}
@@ -268,6 +266,4 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
 
 def gradient_launch(algorithm: str) -> GradientLaunch:
     """No launch, but how torch multiplies (`kron.matmul_step`)."""
-    from fastkron_py.kron.gradient_problem import GradientLaunch
-
     return GradientLaunch((), 1, algorithm=algorithm)
