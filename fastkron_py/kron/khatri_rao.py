@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fastkron_py.kron.checks import broadcast_batch
 from fastkron_py.kron.modes import mode_matmul
-from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.checks import check_precision, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -52,17 +52,15 @@ def khatri_rao_matmul(matrices: Sequence[ArrayT], coefficients: ArrayT, *, trans
     if not matrices:
         raise value_error("matrices", "at least one matrix", "none")
     given, names = [*matrices, coefficients], [*[f"matrices[{i}]" for i in range(len(matrices))], "coefficients"]
-    if not all([isinstance(a, Tensor) for a in given]):
-        bridge = find_bridge(given, names)
-        with bridge.context():
-            *loaded, c = [bridge.load(a, name) for a, name in zip(given, names, strict=True)]
-            found: Any = khatri_rao_matmul(loaded, c, transpose=transpose, precision=precision)
-            return bridge.give_back(found)  # type: ignore[no-any-return]
-    return _multiply(list(matrices), coefficients, names, transpose, precision)  # type: ignore[arg-type, return-value]
+    if all([isinstance(a, Tensor) for a in given]):
+        return _multiply(given, names, transpose, precision)  # type: ignore[arg-type, return-value]
+    arrays = dict(zip(names, given, strict=True))
+    return through_bridge(arrays, lambda loaded: _multiply([*loaded.values()], names, transpose, precision))  # type: ignore[no-any-return]
 
 
-def _multiply(xs: list[Tensor], c: Tensor, names: list[str], transpose: bool, precision: str | None) -> Tensor:
-    """The product of tensors."""
+def _multiply(given: list[Tensor], names: list[str], transpose: bool, precision: str | None) -> Tensor:
+    """The product of tensors, the last of which are the coefficients."""
+    *xs, c = given
     for x, name in zip([*xs, c], names, strict=True):
         check_tensor(name, x, xs[0], names[0])
     for x, name in zip(xs, names, strict=False):

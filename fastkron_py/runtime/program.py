@@ -250,18 +250,14 @@ class Program:
         key = (None, *map(bits, scalars)) if self.has_scalars else None
         run = self._runs.get(key)
         if run is None:
+            from fastkron_py.runtime.launch import compile_side_by_side
+
             run = _Straight(self, scalars).run()
-            if not self._runs:  # else the kernels are there, whatever the scalars are
-                self._compile(lambda: run(given, scalars))
+            # Side by side before the first run; what calls of torch would see then has not been computed.
+            if not self._runs and not self._has_calls:  # else the kernels are there, whatever the scalars are
+                compile_side_by_side([step.run for step in self._steps], lambda: run(given, scalars))
             self._keep(key, run)
         return run(given, scalars)
-
-    def _compile(self, run: Callable[[], Any]) -> None:
-        """Compile the kernels side by side before the first run; what calls of torch would see then has not been computed."""
-        from fastkron_py.runtime import launch
-
-        if not self._has_calls:
-            launch.compile_side_by_side([step.run for step in self._steps], run)
 
     def _compiled(self, key: Any, scalars: tuple[float, ...]) -> Run | None:
         """The run with compiled kernels, which a first run by tensors sees to where there is a compiler; else None."""
@@ -364,7 +360,7 @@ class _Straight:
             yield None, self._call(step), ()
         else:
             for function in self._derived(step):
-                yield None, partial(_append, function), ()
+                yield None, lambda slots, *_, function=function: slots.append(function(slots)), ()
             rest = [self._patterns[s.index] if isinstance(s, Scalar) else s for s in step.scalars]
             if self._by_address:
                 kernel = next(ready)
@@ -507,10 +503,6 @@ class _Straight:
             return [t if shape is None else t.view(shape) for t, shape in zip(found, shapes_of_results, strict=True)]
 
         return run
-
-
-def _append(function: Callable[[list[Any]], Any], slots: list[Any], *_: Any) -> None:
-    slots.append(function(slots))
 
 
 def _sources(derived: Derived) -> tuple[int, ...]:

@@ -85,11 +85,6 @@ def fits(problem: GroupProblem) -> bool:
     return not chain or tile_width(problem) * run <= LARGEST_TILE // max(1, problem.itemsize // 4)
 
 
-def _whole_run(after: int) -> int:
-    """The largest power of two that divides after: tiles of that many slices are runs of memory."""
-    return after & -after
-
-
 def fused_configs(problem: GroupProblem) -> tuple[FusedConfig, ...]:
     """Tiles of a fused kernel, the preferred one first, then those for devices with less shared memory."""
     chain, num_slices, after, gpu, groups = problem.split > 0, problem.num_slices, problem.shape[3], problem.gpu, problem.shape[0]
@@ -99,7 +94,7 @@ def fused_configs(problem: GroupProblem) -> tuple[FusedConfig, ...]:
     least = DOT_SIDE // min(rows_b, rows_a if chain else rows_b, DOT_SIDE)
     tile, width = TILE // max(1, problem.itemsize // 4), tile_width(problem)
     block_s = max(least, min(tile // width, next_power_of_two(num_slices)))
-    sector, run = _sector(problem), _whole_run(after)
+    sector, run = _sector(problem), after & -after  # tiles of the largest power of two that divides after are runs of memory
     if after > 1 and run >= sector:
         block_s = max(block_s, sector) if run > sector else max(least, min(max(block_s, sector), run))
     while block_s > least and math.ceil(num_slices / block_s) * groups < gpu.multiprocessors:

@@ -81,11 +81,6 @@ def _is_aligned(mode: Mode) -> bool:
     return (mode.p % unit == mode.q % unit == 0) if mode.after == 1 else mode.after % unit == 0
 
 
-def _is_aligned_product(mode: Mode) -> bool:
-    """Whether those of a product do; a factor is copied where something comes after the mode, and its rows or columns may (`add`)."""
-    return _is_aligned(mode) and (mode.after == 1 or mode.itemsize > 2 or mode.p % HALF_VECTOR == 0 or mode.q % HALF_VECTOR == 0)
-
-
 def _in_place_quantities(mode: Mode, least: int, is_aligned: bool) -> dict[str, float]:
     """Those of a product and of a gradient in place, where the shorter one of the rows that torch may take long for has this length."""
     moved, is_short = mode.traffic(), mode.after == 1 and least <= _figures(mode).short
@@ -102,7 +97,9 @@ def _in_place_quantities(mode: Mode, least: int, is_aligned: bool) -> dict[str, 
 def matmul_quantities(mode: Mode) -> dict[str, float]:
     """Those of a product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
     count, height = (mode.batches, mode.slices) if mode.after == 1 else (mode.batches * mode.runs, mode.after)
-    of, rounds, is_aligned = _figures(mode), _rounds(mode, count, height), _is_aligned_product(mode)
+    of, rounds = _figures(mode), _rounds(mode, count, height)
+    # A factor is copied where something comes after the mode, and its rows or columns may begin on 16 bytes (`add`).
+    is_aligned = _is_aligned(mode) and (mode.after == 1 or mode.itemsize > 2 or mode.p % HALF_VECTOR == 0 or mode.q % HALF_VECTOR == 0)
     is_odd = mode.itemsize == 2 and not is_aligned and bool(mode.p % 2 or mode.q % 2 or (mode.after > 1 and mode.after % 2))
     tiles, terms = _tiled(mode, count, height, mode.q, mode.p), 0.0 if count > 1 else _terms(mode, mode.p)
     return _in_place_quantities(mode, mode.p, is_aligned) | {
