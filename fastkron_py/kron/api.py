@@ -259,7 +259,7 @@ def _has_vector_program(given: tuple[Any, ...]) -> bool:
 
 def _product(x: Tensor, factors: list[Any], epilogue: Epilogue, precision: str | None, left: bool, key: Hashable) -> Tensor:
     """``[*batch, M, N]`` (left: ``[*batch, N, M]``) by one call of the operator, or by several if there are identities."""
-    if any([is_identity(f) for f in factors]):
+    if not all([isinstance(f, Tensor) for f in factors]):
         return modes.multiply(x, factors, left, precision, epilogue, key)
     alpha, beta, z = epilogue
     y: Tensor = operator.kron_matmul(x, factors, z, alpha, beta, precision, backend_of_call(), left, key=key)

@@ -127,7 +127,7 @@ class Launcher:
         while True:
             kernel, grid, arguments = self.configs[self._first]
             names, is_dry = [name for name in kernel.arg_names if name not in arguments], _only_compiles.get()
-            first = dict(zip(names, map(_in_reals, given), strict=True))
+            first = dict(zip(names, _in_reals(given), strict=True))
             try:
                 compiled = kernel.run(grid=grid, warmup=is_dry, **first, **arguments, **_OPTIONS)  # None by the interpreter
                 if is_dry:
@@ -162,11 +162,10 @@ def _around(order: Sequence[str], names: Sequence[str], scalars: Sequence[str], 
     return between, after
 
 
-def _in_reals(given: Any) -> Any:
-    """Complex tensors as real ones with a dimension of two, which Triton has dtypes for."""
-    if isinstance(given, tuple):
-        return tuple([_in_reals(g) for g in given])
-    return torch.view_as_real(given) if isinstance(given, Tensor) and given.is_complex() else given
+def _in_reals(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same with complex tensors as real ones with a dimension of two, which Triton has dtypes for; also those in tuples."""
+    reals = [torch.view_as_real(g) if isinstance(g, Tensor) and g.is_complex() else g for g in given]
+    return tuple([_in_reals(g) if type(g) is tuple else g for g in reals])
 
 
 def _is_aligned(given: Any) -> bool:

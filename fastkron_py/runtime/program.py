@@ -128,21 +128,6 @@ class Pool(NamedTuple):
     parts: tuple[tuple[int, int, tuple[int, ...], torch.dtype], ...]
 
 
-class Result(NamedTuple):
-    """A value that is returned, in another shape or as it is."""
-
-    number: int
-    shape: tuple[int, ...] | None
-
-
-class Places(NamedTuple):
-    """The properties of its inputs' addresses that a program depends on."""
-
-    aligned: tuple[tuple[int, bool], ...] = ()  # for some inputs, whether they begin at a 16-byte boundary
-    # for pairs of inputs, and bytes that are added to the second one's address: which is ahead, as `order_of` says
-    orders: tuple[tuple[tuple[int, int, int], int], ...] = ()
-
-
 _POOL: Final = -1  # the number of the pool among a run's tensors
 _MOST_KEPT: Final = 8  # runs of a program: pairs of a stream and scalars
 _FRESH: Final = (torch.mm, torch.bmm)  # functions of torch whose results are no views
@@ -169,8 +154,9 @@ class Program:
         steps: Sequence[Step],
         inputs: Sequence[Tensor],
         pool: Pool,
-        results: Sequence[Result],
-        places: Places,
+        results: Sequence[tuple[int, tuple[int, ...] | None]],
+        aligned: dict[int, bool],
+        orders: dict[tuple[int, int, int], int],
         device: torch.device,
         small: int,
     ) -> None:
@@ -180,8 +166,9 @@ class Program:
             steps: in order.
             inputs: the first values, as tensors without memory.
             pool: of small buffers.
-            results: of the program.
-            places: of the inputs.
+            results: numbers of the values that are returned, each with another shape, or None where it is as it is.
+            aligned: for some inputs, whether they begin at a 16-byte boundary.
+            orders: for pairs of inputs, and bytes that are added to the second one's address: which is ahead, as `order_of` says.
             device: of all values.
             small: bytes of a buffer that may be allocated before its first use, and live until the end.
         """
@@ -194,7 +181,7 @@ class Program:
         self._has_calls = any([step.results is not None for step in steps])
         made = {number for step in steps if step.results and step.run not in _FRESH for number in step.results}
         self._may_view = any([number in made or shape is not None for number, shape in results])  # whether a result may be a view
-        self._aligned, self._orders = places
+        self._aligned, self._orders = tuple(aligned.items()), tuple(orders.items())
         self.has_places = bool(self._aligned or self._orders)
         self._device_type = "cpu" if device.type == "meta" else device.type
         self._runs: dict[Any, Run] = {}  # by the stream and the scalars; of None in place of a stream, by tensors

@@ -71,15 +71,16 @@ def built(factors: Sequence[Factor]) -> list[Tensor]:
     return [f if isinstance(f, Tensor) else torch.eye(f, dtype=like.dtype, device=like.device) for f in factors]
 
 
-def per_factor(factors: Sequence[Factor], what: str, function: Callable[[Tensor], Any]) -> list[Any]:
-    """Apply one of torch's matrix functions to every factor but identities; its failures name the factor.
+def per_factor(factors: Sequence[Factor], what: str, function: Callable[[Tensor], Any], square: bool = True) -> list[Any]:
+    """Apply one of torch's matrix functions to every factor but identities; its failures name the factor. Square: of square ones only.
 
     Raises:
         TypeError: a dtype that torch's linear algebra does not take.
         ValueError: a factor that is not square.
         torch.linalg.LinAlgError: the function failed, for a singular or indefinite factor say.
     """
-    check_square(factors, what)
+    if square:
+        check_square(factors, what)
     check_linalg_dtype(factors, what)
     return [_named(i, f, function) if isinstance(f, Tensor) else f for i, f in enumerate(factors)]
 
@@ -313,18 +314,13 @@ def check_rcond(rcond: Any) -> None:
 
 def pinv(factors: Sequence[Factor], rcond: float | None) -> list[Factor]:
     """Factors of the pseudo-inverse: the pseudo-inverses of the factors."""
-    check_linalg_dtype(factors, "pinv")
-    return [_named(i, f, partial(torch.linalg.pinv, rtol=rcond)) if isinstance(f, Tensor) else f for i, f in enumerate(factors)]
+    return per_factor(factors, "pinv", partial(torch.linalg.pinv, rtol=rcond), square=False)
 
 
 def svd(factors: Sequence[Factor]) -> tuple[list[Factor], Tensor, list[Factor]]:
     """Factors of U, singular values ``[*batch, prod min(P_i, Q_i)]`` in Kronecker order, and factors of ``V^H``."""
-    check_linalg_dtype(factors, "svd")
-
-    def parts(i: int, f: Factor) -> Any:
-        return _named(i, f, partial(torch.linalg.svd, full_matrices=False)) if isinstance(f, Tensor) else (f, ones(f, factors).real, f)
-
-    us, values, vhs = zip(*[parts(i, f) for i, f in enumerate(factors)], strict=True)
+    parts = per_factor(factors, "svd", partial(torch.linalg.svd, full_matrices=False), square=False)
+    us, values, vhs = zip(*[(part, ones(part, factors).real, part) if is_identity(part) else part for part in parts], strict=True)
     return list(us), kron_vectors(values), list(vhs)
 
 
