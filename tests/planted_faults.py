@@ -156,7 +156,7 @@ FAULTS = [
         ("tests/kron/test_saved_intermediate.py",),
     ),
     Fault(
-        "fastkron_py/kron/operators/modes.py",
+        "fastkron_py/kron/operators/algebra.py",
         "dense, terms(own, units)",
         "dense, terms(own, ())",
         ("tests/kron/operators/test_methods.py", "tests/kron/operators/test_kronecker_sum.py"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastkron_py.kron import modes, operator
 from fastkron_py.kron.checks import check_problem, check_tensors, factors_and_identities, is_identity
 from fastkron_py.kron.hadamard_orders import Hadamard, with_matrices
-from fastkron_py.kron.matmul import PLAIN, Epilogue
+from fastkron_py.kron.torch_steps import PLAIN, Epilogue
 from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE

@@ -20,12 +20,12 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from fastkron_py.kron.checks import Factor, broadcast_batch, is_identity, shape_of
 from fastkron_py.kron.modes import filled, merged
 from fastkron_py.kron.operators import algebra, spectral
+from fastkron_py.kron.operators.algebra import terms
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.kronecker_sum import KroneckerSum
 from fastkron_py.kron.operators.krylov import Iterations, gmres
 from fastkron_py.kron.operators.lanczos import Probes, estimate_by_diagonal, once
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
-from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import SYMMETRY, Basis, are_hermitian, eigenbasis
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.operators.product import KroneckerProduct

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.kron.api import kron_matmul_left
-from fastkron_py.kron.operators.algebra import ROUNDING, dense, kron_range, kron_vectors, per_factor
-from fastkron_py.kron.operators.modes import terms
+from fastkron_py.kron.operators.algebra import ROUNDING, dense, kron_range, kron_vectors, per_factor, terms
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import value_error
 
