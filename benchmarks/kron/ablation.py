@@ -55,8 +55,8 @@ def _sides(offer: Any) -> list[int]:
 
 
 _FRAGMENTS: Final = "families/fragments.py hopper/multiply.py hopper/tile.py"
-_BACKWARD: Final = "families/fragments_gradients.py hopper/backward.py hopper/pair_backward.py"
-_PAIRS: Final = "hopper/pair_backward.py families/fragments_gradients.py:pair,side,permutation,constant"
+_BACKWARD: Final = "families/fragments_gradients.py hopper/backward.py"
+_PAIRS: Final = "hopper/backward.py:pair,_times,_permuted,_store families/fragments_gradients.py:pair,side,permutation,constant"
 # The files of `kron`, and functions whose names hold a word, that serve a part alone; and what leaves it out.
 PARTS: Final[dict[str, tuple[str, Patches]]] = {
     "narrow": ("families/narrow.py kernels/narrow.py", _without(families.narrow) + _no_gradients(families.narrow)),

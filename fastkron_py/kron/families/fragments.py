@@ -324,7 +324,7 @@ def _launches(ps: tuple[int, ...], qs: tuple[int, ...]) -> list[tuple[Launch, Ch
 def gradient_kernels() -> Any:
     """(for one step, for a chain of two) of the backward pass, or None where this Triton cannot compile them."""
     step = gluon_kernel("kron.hopper.backward", "_chained_step_bwd_kernel")
-    pair = gluon_kernel("kron.hopper.pair_backward", "_chained_pair_bwd_kernel")
+    pair = gluon_kernel("kron.hopper.backward", "_chained_pair_bwd_kernel")
     return None if step is None or pair is None else (step, pair)
 
 
