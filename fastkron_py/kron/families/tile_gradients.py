@@ -207,7 +207,7 @@ def fused_launch(problem: GroupProblem, sums: int | None = None) -> GradientLaun
 
 
 def _fused_config(problem: GroupProblem, config: FusedConfig, arguments: dict[str, Any]) -> LaunchConfig:
-    from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
+    from fastkron_py.kron.kernels.gradients import _fused_multiply_bwd_kernel
 
     arguments = arguments | problem.tiles(config.block_s)
     arguments |= {"SUMS_A": config.sums[0], "SUMS_B": config.sums[1], "num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -241,7 +241,7 @@ def _fused_arguments(problem: GroupProblem) -> dict[str, Any]:
 
 def _factor_launch(problem: GroupProblem, config: FactorConfig) -> GradientLaunch:
     """The gradient of one factor, over splits of the slices."""
-    from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
+    from fastkron_py.kron.kernels.gradients import _factor_gradient_kernel
     from fastkron_py.tiling.products import arithmetic
 
     groups, (p, q), parts = problem.shape[0], problem.sizes, problem.parts

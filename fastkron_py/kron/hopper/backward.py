@@ -2,7 +2,7 @@
 
 Tiles are copied there asynchronously, some ahead of the one that is multiplied, and each product loads its operands in the
 arrangement that its instructions want (`families.fragments_gradients`): no data is moved between registers, and halves of
-three-pass TF32 are made there. `fused_backward` holds the same computation in plain Triton, for every other device and for tests.
+three-pass TF32 are made there. `kernels.gradients` holds the same computation in plain Triton, for every other device and for tests.
 """
 
 from triton.experimental import gluon

@@ -9,7 +9,7 @@ memory, splits it for three-pass TF32 and stores it with k innermost, as tensor 
 or in float32, where runs begin on 16 bytes, copies it by cp.async. The multiplying warpgroups load a copied left operand from
 shared memory to registers and split it there: its traffic in shared memory is a third of that of two stored halves.
 
-Gluon has no interpreter: `kernels.sliced_multiply` and `kernels.factor_gradient` hold the same sums in plain Triton.
+Gluon has no interpreter: `kernels.sliced_multiply` and `kernels.gradients` hold the same sums in plain Triton.
 """
 
 from triton.experimental import gluon
