@@ -99,7 +99,7 @@ def compile_side_by_side(launchers: Sequence[Launcher], run: Callable[[], Any]) 
         launchers: of the run.
         run: calls each launcher, on operands of its own.
     """
-    count = len([launcher for launcher in launchers if launcher.ready() is None])
+    count = len([launcher for launcher in launchers if launcher.ready is None])
     if count < 2 or knobs.runtime.interpret:
         return
     was = _only_compiles.set(True)
@@ -115,12 +115,15 @@ class Launcher:
 
     A launch gives the kernel's arguments that configurations do not name, in the kernel's order: tensors, tuples of tensors and
     descriptors, then integers.
+
+    Attributes:
+        ready: the compiled kernel for aligned pointers, once there is one.
     """
 
     def __init__(self, configs: Sequence[LaunchConfig]) -> None:
         self.configs = configs
         self._first = 0
-        self._ready: Ready | None = None
+        self.ready: Ready | None = None
 
     def __call__(self, *given: Any) -> None:
         """Launch through Triton's JIT function, which compiles the kernel first."""
@@ -138,19 +141,15 @@ class Launcher:
                 self._first += 1
                 continue
             # Triton compiles for pointers on a 16-byte boundary or not; the interpreter compiles nothing.
-            if self._ready is None and compiled is not None and all([_is_aligned(g) for g in given]):
+            if self.ready is None and compiled is not None and all([_is_aligned(g) for g in given]):
                 scalars = [name for name, g in zip(names, given, strict=True) if isinstance(g, int)]
-                self._ready = ready_of(compiled, grid, *_around(kernel.arg_names, names, scalars, arguments))
+                self.ready = ready_of(compiled, grid, *_around(kernel.arg_names, names, scalars, arguments))
             return
 
     @property
     def fell_back(self) -> bool:
         """Whether the device has too little shared memory for the first configuration."""
         return self._first > 0
-
-    def ready(self) -> Ready | None:
-        """The compiled kernel for aligned pointers, once there is one."""
-        return self._ready
 
 
 def _around(order: Sequence[str], names: Sequence[str], scalars: Sequence[str], arguments: dict[str, Any]) -> tuple[Any, Any]:

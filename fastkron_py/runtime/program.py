@@ -72,10 +72,6 @@ class Make(NamedTuple):
     strides: tuple[int, ...] | None  # None for a contiguous one
     dtype: torch.dtype | None  # None for the first input's
 
-    def is_small(self, itemsize: int, most: int) -> bool:
-        """Whether it is of the first input's dtype, of this size, and has at most so many bytes."""
-        return self.dtype is None and math.prod(self.shape) * itemsize <= most
-
 
 class Shift(NamedTuple):
     """A place inside a value."""
@@ -248,7 +244,7 @@ class Program:
 
     def _compiled(self, key: Any, scalars: tuple[float, ...]) -> Run | None:
         """The run with compiled kernels, which a first run by tensors sees to where there is a compiler; else None."""
-        launches = [step.run.ready() for step in self._steps if step.results is None]
+        launches = [step.run.ready for step in self._steps if step.results is None]
         is_unaligned = any([shift.nbytes & _ALIGNED for step in self._steps for shift in step.shifts])
         if None in launches or is_unaligned:
             return None
@@ -295,7 +291,8 @@ class _Straight:
         self._views: dict[int, set[View]] = {}  # that torch is handed, of each value; none for one that is made as it is handed
         for view in [view for step in program._steps if step.results is not None for view in step.operands]:
             self._views.setdefault(view.source, set()).add(view)
-        early = [make for step in program._steps for make in step.makes if make.is_small(program._itemsize, program._small)]
+        most = program._small // program._itemsize  # elements
+        early = [make for step in program._steps for make in step.makes if make.dtype is None and math.prod(make.shape) <= most]
         self._kept = {make.number for make in early}
         self._made = [self._layout(make) for make in early]
         for make in early:

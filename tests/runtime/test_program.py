@@ -48,6 +48,7 @@ class Add:
         spans = [t.as_strided((self.count,), (1,), t.storage_offset()) for t in (a, b, out)]
         self._add(spans, scale)
 
+    @property
     def ready(self) -> Any:
         from fastkron_py.runtime.launch import Ready
 
@@ -332,6 +333,7 @@ class Sum:
     def __call__(self, descriptor: Any, out: Tensor) -> None:
         self._sum(descriptor, out.data_ptr())
 
+    @property
     def ready(self) -> Any:
         from fastkron_py.runtime.launch import Ready
 

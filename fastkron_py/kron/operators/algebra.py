@@ -300,11 +300,6 @@ def _det(f: Tensor, is_singular: Tensor) -> Tensor:
     return found - torch.where(is_singular, found.detach(), 0.0)  # which rounding made of 0
 
 
-def inverse(factors: Sequence[Factor]) -> list[Factor]:
-    """Factors of the inverse: the inverses of the factors."""
-    return per_factor(factors, "inverse", torch.linalg.inv)
-
-
 def check_rcond(rcond: Any) -> None:
     """Raise TypeError or ValueError unless it is None or a number from 0 to 1."""
     if rcond is not None and (isinstance(rcond, bool) or not isinstance(rcond, numbers.Real)):
@@ -325,12 +320,7 @@ def svd(factors: Sequence[Factor]) -> tuple[list[Factor], Tensor, list[Factor]]:
     return list(us), kron_vectors(values), list(vhs)
 
 
-def cholesky(factors: Sequence[Factor], jitter: Any) -> list[Factor]:
-    """Factors of the Cholesky factor: lower triangular ones."""
-    return per_factor(factors, "cholesky", partial(_cholesky, jitter=jitter))
-
-
-def _cholesky(f: Tensor, jitter: Any) -> Tensor:
+def cholesky(f: Tensor, jitter: Any) -> Tensor:
     """The Cholesky factor of a positive semi-definite matrix; a singular one has no derivatives."""
     f = f if isinstance(jitter, float) and jitter == 0 else f + jitter * torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
     try:
@@ -393,21 +383,13 @@ def multiply(left: Sequence[Factor], right: Sequence[Factor]) -> list[Factor]:
     return [b if not isinstance(a, Tensor) else a @ b if isinstance(b, Tensor) else a for a, b in zip(left, right, strict=True)]
 
 
-def solve(factors: Sequence[Factor], b: Tensor) -> Tensor:
-    """The x of ``K x = b``, by one solve with each factor.
+def solver(factors: Sequence[Factor], b: Tensor) -> Callable[[Sequence[Factor], Tensor], Tensor]:
+    """From factors and a right-hand side to the x of ``K x = b``, contiguous, by one solve with each factor.
 
     Args:
-        factors: square, ``[*batch_i, P_i, P_i]``, or integers.
-        b: ``[n]`` or ``[*batch, n, M]`` with ``n = prod P_i``.
-
-    Returns:
-        ``[*batch, n]`` or ``[*batch, n, M]``, contiguous.
+        factors: square, ``[*batch_i, P_i, P_i]``, or integers: as all that the function is called with; they are checked here and no more.
+        b: ``[n]`` or ``[*batch, n, M]`` with ``n = prod P_i``: likewise.
     """
-    return solver(factors, b)(factors, b)
-
-
-def solver(factors: Sequence[Factor], b: Tensor) -> Callable[[Sequence[Factor], Tensor], Tensor]:
-    """`solve` for arguments like these, which are checked here and no more."""
     check_square(factors, "solve")
     check_linalg_dtype(factors, "solve")
     identities = Columns.of(factors)
@@ -430,7 +412,7 @@ def solver(factors: Sequence[Factor], b: Tensor) -> Callable[[Sequence[Factor], 
 
 
 def _solve_modes(factors: Sequence[Factor], b: Tensor) -> Tensor:
-    """`solve` without the identities, for b ``[*batch, n, C]`` with every batch dimension in place.
+    """`solver` without the identities, for b ``[*batch, n, C]`` with every batch dimension in place.
 
     The mode to be solved is kept in front: after each solve the modes move round by one place, and after
     all of them only the columns stand before the modes.
