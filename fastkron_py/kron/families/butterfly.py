@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch, is_even, steps_of
-from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, HOPPER
 from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
@@ -179,7 +179,6 @@ def _ends_transform(phase: Phase, vector: int) -> bool:
 name: Final = "small_factors"
 order: Final = 0
 moves_to_front: Final = True
-add: Final = add_launch
 kernel: Final = partial(gluon_kernel, "kron.kernels.butterfly", "_small_factors_fwd_kernel")  # None where this Triton cannot compile it
 
 SIZES: Final = (2, 4, 8)  # rows and columns of a factor

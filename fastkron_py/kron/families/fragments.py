@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits_of, without
 from fastkron_py.kron.plan.steps import DOT_SIDE, ChainWork, Ends, Launch, Step, balanced, chain_work, is_even, merged, run_of, steps_of
-from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, ceil
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 name: Final = "fragments"
 order: Final = 0
 moves_to_front: Final = True
-add: Final = add_launch
 kernel: Final = partial(gluon_kernel, "kron.hopper.multiply", "_chained_multiply_fwd_kernel")  # None where this Triton cannot compile it
 
 MOST_STEPS: Final = 4

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
 from fastkron_py.kron.plan.steps import Launch, Step, tile_constants
-from fastkron_py.kron.problem import LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.problem import LaunchProblem, Mode, Offer, Segment, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, VECTOR_BYTES, next_power_of_two
 from fastkron_py.runtime.kernels import LaunchConfig
@@ -18,7 +18,6 @@ name: Final = "narrow"
 order: Final = 0
 gradient_order: Final = 0
 moves_to_front: Final = True
-add: Final = add_launch
 
 THREADS: Final = 128
 
@@ -121,11 +120,6 @@ def _vectors(after: int, itemsize: int, longest: int, most: int) -> tuple[int, i
 def _spread(num_slices: int, programs: int) -> int:
     """Slices of a tile, a power of two, one for each thread at least, so that there are about this many tiles."""
     return max(THREADS, next_power_of_two(num_slices) // next_power_of_two(programs))
-
-
-def refusal(problem: Problem) -> str | None:
-    """Nothing prevents a launch."""
-    return None
 
 
 def offers(segment: Segment) -> list[Offer] | str:

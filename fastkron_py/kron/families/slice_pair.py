@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step, padded, steps_of
-from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment
 from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import GPU, HOPPER
 from fastkron_py.runtime.kernels import LaunchConfig
@@ -17,7 +17,6 @@ from fastkron_py.runtime.kernels import LaunchConfig
 name: Final = "slice_pair"
 order: Final = 0
 moves_to_front: Final = False  # a slice is stored where it was
-add: Final = add_launch
 
 ROWS: Final = 64  # of a warpgroup's product, to which those of the factor on the left are padded
 LEAST_LEFT: Final = ROWS // 2 + 1  # rows and columns of that factor, and of the one on the right:

@@ -20,7 +20,7 @@ from fastkron_py.kron.plan.steps import (
     steps_of,
     tile_constants,
 )
-from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
 from fastkron_py.runtime.kernels import LaunchConfig
@@ -28,7 +28,6 @@ from fastkron_py.runtime.kernels import LaunchConfig
 name: Final = "tile"
 order: Final = 0
 moves_to_front: Final = True
-add: Final = add_launch
 
 # Steps wider than this, in real numbers, loop over blocks of the factor and are not fused. Neighbours are formed up to it: beyond, the
 # extra FLOPs cost more than a step.
@@ -214,11 +213,6 @@ def chain_quantities(mode: Mode, launch: Launch, config: ChainConfig) -> dict[st
         wide_exchanged=exchanged if max(work.read, work.written) * parts > figures(Figures, name, mode.gpu).large_chain else 0.0,
         padding=mode.moved * (work.read * work.written * parts**2 / (mode.p * mode.q) - 1),
     )
-
-
-def refusal(problem: Problem) -> str | None:
-    """Nothing prevents a launch."""
-    return None
 
 
 def most_elements(problem: Problem) -> int:

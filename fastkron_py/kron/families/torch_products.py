@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fastkron_py.kron.gradient_problem import SINGLE, GradientLaunch, GradientOffer, GroupProblem
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step
-from fastkron_py.kron.problem import MICROSECOND, WORD, HostWork, LaunchProblem, Memory, Mode, Offer, Problem, Segment, ceil, filled
+from fastkron_py.kron.problem import MICROSECOND, WORD, HostWork, LaunchProblem, Memory, Mode, Offer, Segment, ceil, filled
 from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import VECTOR_BYTES
 from fastkron_py.runtime.kernels import LaunchConfig
@@ -211,11 +211,6 @@ def multiply_algorithm(mode: Mode) -> str:
     """The fastest of `multiply_times`."""
     times = multiply_times(mode)
     return min(times, key=times.__getitem__)
-
-
-def refusal(problem: Problem) -> str | None:
-    """Nothing prevents a launch."""
-    return None
 
 
 def offers(segment: Segment) -> list[Offer] | str:

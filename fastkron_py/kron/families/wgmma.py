@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from fastkron_py.kron.families import tile
 from fastkron_py.kron.gradient_problem import SINGLE, GradientLaunch, GradientOffer, GroupProblem
 from fastkron_py.kron.plan.steps import Launch, Step, is_even
-from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, WORD, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, WORD, LaunchProblem, Mode, Offer, Problem, Segment, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, VECTOR_BYTES
 from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
@@ -22,7 +22,6 @@ name: Final = "wgmma"
 order: Final = 10
 gradient_order: Final = 30
 moves_to_front: Final = True
-add: Final = add_launch
 kernel: Final = partial(gluon_kernel, "kron.hopper.wide", "_wide_product_kernel")  # None where this Triton cannot compile it
 
 # Of a thread that holds sums, and of those that bring the left and the right operand, or copy the left one.

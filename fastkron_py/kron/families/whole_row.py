@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import Bit, bits_of, digits_of
 from fastkron_py.kron.plan.steps import DOT_SIDE, HALF_VECTOR, Launch, Step, steps_of
-from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, HOPPER, VECTOR_BYTES
 from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 name: Final = "whole_row"
 order: Final = 0
 moves_to_front: Final = False  # a row is stored where it was
-add: Final = add_launch
 kernel: Final = partial(gluon_kernel, "kron.hopper.whole_row", "_whole_row_fwd_kernel")  # None where this Triton cannot compile it
 
 SIDES: Final = (16, 32)  # rows and columns of a step; of square ones also the widths in SQUARES, which are of A, M and C
