@@ -12,14 +12,7 @@ from functools import lru_cache
 from itertools import dropwhile
 from typing import Any, Final, NamedTuple, TypeVar
 
-from fastkron_py.kron.plan.steps import (
-    DOT_SIDE,
-    Launch,
-    merged,
-    padded,
-    steps_of,
-    tile_constants,
-)
+from fastkron_py.kron.plan.steps import DOT_SIDE, Launch, merged, padded, steps_of, tile_constants
 from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two

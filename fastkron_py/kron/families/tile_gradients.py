@@ -117,13 +117,8 @@ def fused_configs(problem: GroupProblem) -> tuple[FusedConfig, ...]:
 
 def factor_config(problem: GroupProblem) -> FactorConfig:
     """Tiles and splits of a factor's gradient."""
-    (p, q), itemsize, num_slices, groups, gpu = (
-        (problem.mode.p, problem.mode.q),
-        problem.itemsize,
-        problem.num_slices,
-        problem.shape[0],
-        problem.gpu,
-    )
+    p, q, gpu = problem.mode.p, problem.mode.q, problem.gpu
+    itemsize, num_slices, groups = problem.itemsize, problem.num_slices, problem.shape[0]
     large = itemsize < 8
     block_p, block_q = _factor_block(p, large), _factor_block(q, large)
     wide = block_p * block_q > STEP_WIDTH * STEP_WIDTH
