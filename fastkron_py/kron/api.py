@@ -254,7 +254,7 @@ def _multiply(
 
 def _has_vector_program(given: tuple[Any, ...]) -> bool:
     """Whether a vector may stay one: programs take it as it is, but the operator's derivatives, transforms and identities do not."""
-    return all([type(t) in TENSOR_TYPES for t in given]) and takes_fast_path(given) and not wants_gradient(given)
+    return takes_fast_path(given) and not wants_gradient(given)
 
 
 def _product(x: Tensor, factors: list[Any], epilogue: Epilogue, precision: str | None, left: bool, key: Hashable) -> Tensor:

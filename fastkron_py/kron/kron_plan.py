@@ -14,7 +14,7 @@ from fastkron_py.kron.canonical import PLAIN, Canonical, canonical
 from fastkron_py.kron.checks import Shape, check_problem, check_tensors, factor_list
 from fastkron_py.runtime.backend import families_in_force, triton_obstacle
 from fastkron_py.runtime.builder import Builder
-from fastkron_py.runtime.checks import DTYPES, check_integer
+from fastkron_py.runtime.checks import DTYPES, check_integer, dtype_names
 from fastkron_py.runtime.device import absent
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.gpu import NAMED
@@ -170,7 +170,7 @@ def _on_meta(name: str, given: Any, dtype: torch.dtype | None) -> Tensor:
         raise type_error(name, "a torch tensor, or a shape", type_name(given))
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in DTYPES:
-        raise type_error("dtype", "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
+        raise type_error("dtype", f"a dtype among {dtype_names(DTYPES)}", dtype)
     return torch.empty([check_integer(name, n, "a torch tensor, or a shape") for n in given], dtype=dtype, device="meta")
 
 

@@ -32,15 +32,9 @@ _obstacles: dict[type, str | None] = {}  # why compiled kernels of a class are l
 class Ready(NamedTuple):
     """A compiled kernel for aligned pointers."""
 
-    grid: int
+    launch: Callable[[int | None], Callable[..., None]]  # from a stream to the launch there, of the kernel's arguments
     between: tuple[Any, ...]  # arguments between the tensors and the scalars that a launch gives
     after: tuple[Any, ...]
-    launch: Callable[..., None]  # of the grid, the stream, `first`, and the kernel's arguments
-    first: tuple[Any, ...]
-
-    def bound(self, stream: int | None) -> Callable[..., None]:
-        """The launch in a stream, of the kernel's arguments."""
-        return partial(self.launch, self.grid, 1, 1, stream, *self.first)
 
 
 def ready_of(compiled: Any, grid: tuple[int], between: tuple[Any, ...], after: tuple[Any, ...]) -> Ready | None:
@@ -52,9 +46,9 @@ def ready_of(compiled: Any, grid: tuple[int], between: tuple[Any, ...], after: t
             logger.warning("kernels are launched by the slower front door of Triton %s: %s", triton.__version__, found)
     if _obstacles[cls] is not None:
         return None
+    run = compiled.run.__call__  # the method, which Python calls in less time than the object
     first = (compiled.function, compiled.packed_metadata, None, None, None)
-    # The method, which Python calls in less time than the object.
-    return Ready(grid[0], between, after, compiled.run.__call__, first)
+    return Ready(lambda stream: partial(run, grid[0], 1, 1, stream, *first), between, after)
 
 
 def _obstacle(compiled: Any) -> str | None:

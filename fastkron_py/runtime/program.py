@@ -348,7 +348,7 @@ class _Straight:
             rest = [self._patterns[s.index] if isinstance(s, Scalar) else s for s in step.scalars]
             if self._by_address:
                 kernel = next(ready)
-                yield kernel.bound(self._stream), self._picker(step.operands), (*kernel.between, *rest, *kernel.after)
+                yield kernel.launch(self._stream), self._picker(step.operands), (*kernel.between, *rest, *kernel.after)
             else:
                 yield step.run, self._picker(step.operands), tuple(rest)
             drops = drops if self._by_address else [*drops, *[number for number, *_ in (*step.shifts, *step.tuples, *step.descriptors)]]

@@ -21,6 +21,7 @@ from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import Factor, Shape, broadcast_batch, is_identity, right_hand_side, shape_of
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.torch_steps import multiplied_out
+from fastkron_py.runtime.checks import dtype_names
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _LINALG_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -90,8 +91,7 @@ def check_linalg_dtype(factors: Sequence[Factor], what: str) -> None:
     """Raise TypeError for 16-bit floats, which torch's linear algebra does not take."""
     dtype = matrices(factors)[0].dtype
     if dtype not in _LINALG_DTYPES:
-        expected = ", ".join(str(d).removeprefix("torch.") for d in _LINALG_DTYPES)
-        raise type_error("factors", f"a dtype among {expected} for {what}", dtype)
+        raise type_error("factors", f"a dtype among {dtype_names(_LINALG_DTYPES)} for {what}", dtype)
 
 
 def _named(i: int, f: Tensor, function: Callable[[Tensor], Any]) -> Any:
