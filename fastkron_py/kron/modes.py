@@ -116,14 +116,8 @@ def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | 
     order = _memory_order(x, batch)
     runs = _runs([[of[dim]] if dim in of else [] for dim in order[batch:]], batch)
     y = _multiply_runs(x.permute(order), runs, batch, precision, PLAIN).permute([order.index(dim) for dim in range(x.ndim)])
-    if (
-        key is not None
-        and not batch
-        and len(runs) == 1
-        and x.is_contiguous()
-        and list(of) == sorted(of)
-        and takes_fast_path((x, *matrices))
-    ):
+    is_one = key is not None and not batch and len(runs) == 1 and x.is_contiguous() and list(of) == sorted(of)
+    if is_one and takes_fast_path((x, *matrices)):
         _, (packed, _, shape), left = _contraction(x.shape, runs[0], 0)
         _keep(key, (x, *matrices), packed, shape, left, (1.0, 0.0, precision, requested_backend(), left))
     return y

@@ -390,10 +390,8 @@ def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ..
     """
     places = real_factors(shapes)
     steps = [(s.first, s.last, _small_product(s, rows, columns, is_transposed)) for s in steps_of(tuple([shapes[i] for i in places]))]
-    units, smallest = (
-        [i for i in range(len(shapes)) if i not in places],
-        min(range(len(places)), key=lambda i: math.prod(shapes[places[i]])),
-    )
+    units = [i for i in range(len(shapes)) if i not in places]
+    smallest = min(range(len(places)), key=lambda i: math.prod(shapes[places[i]]))
     scales_x = rows * columns * math.prod([p for p, _ in shapes]) < math.prod(shapes[places[smallest]])
 
     def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:

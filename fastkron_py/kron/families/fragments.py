@@ -164,8 +164,7 @@ def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize
     for m in reversed(range(len(steps))):
         step = steps[m]
         p_pad, q_pad = chained_pad(step.p), chained_pad(step.q)
-        slices = [b for b in reversed(state) if b.mode == SLICE]
-        slices.sort()
+        slices = sorted([b for b in state if b.mode == SLICE])
         modes = sorted((b for b in state if b.mode not in (SLICE, m)), key=lambda b: (-b.mode, b.digit))
         runs = y_runs if m == 0 else x_runs if m == last else False
         preferred = slices + modes if runs else modes + slices
@@ -190,23 +189,12 @@ def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize
             second = Bit(m - 1, digits_of(chained_pad(steps[m - 1].p)) - 1)
         rows = _choose_rows(preferred, vector, second, chosen[-1].warps if chosen else (), num_warps)
         chosen.append(rows)
-        order = [*reversed(rows.ordered()), *reversed(columns)]
-        done.append(
-            ChainedStep(
-                tuple(state.index(b) for b in order),
-                1 << len(rows.ordered()),
-                step.start - steps[0].start,
-                step.stop - steps[0].start,
-                step.p,
-                step.q,
-                p_pad,
-                q_pad,
-                tuple(b.digit for b in columns),
-            )
-        )
+        own, first = rows.ordered(), steps[0].start
+        order, digits = tuple([state.index(b) for b in reversed([*columns, *own])]), tuple([b.digit for b in columns])
+        done.append(ChainedStep(order, 1 << len(own), step.start - first, step.stop - first, step.p, step.q, p_pad, q_pad, digits))
         if not loads:
             loads.append(_layout(loaded, [*columns[:2], *rows.lanes], rows.warps, block_s, x_runs))
-        state = [*reversed(rows.ordered()), *reversed(bits_of(m, q_pad))]
+        state = [*reversed(own), *reversed(bits_of(m, q_pad))]
     store = _layout(stored, [Bit(0, 1), Bit(0, 2), *chosen[-1].lanes], chosen[-1].warps, block_s, y_runs)
     return Fragments(tuple(done), loads[0], store, tuple(state.index(b) for b in stored))
 
