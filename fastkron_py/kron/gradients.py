@@ -383,7 +383,7 @@ def add_multiply_saving(
 ) -> tuple[Tensor, Tensor]:
     """(The result, the intermediate) as parts of a program; arguments are those of `add_multiply`."""
     first, second = (problem.factors[span] for span in cut.spans)
-    between = add_multiply(build, build.reshape(problem.x, cut.first.shape), first, precision, Scale())
+    between = add_multiply(build, build.reshape(problem.x, cut.first.shape), first, precision)
     between = build.reshape(between, cut.first.result_shape)
     operand, addend = build.reshape(between, cut.second.shape), None if z is None else build.reshape(z, cut.second.result_shape)
     return add_multiply(build, operand, second, precision, scale, addend), between
@@ -421,5 +421,5 @@ def add_backward_saved(
     if dbetween is None:
         return None, found
     operands = build.reshape(dbetween, cut.first.result_shape), build.reshape(problem.x, cut.first.shape)
-    dx, found[first] = add_backward(build, *operands, factors[first], (need_x, *need_factors[first]), precision, Scale(), dtype)
+    dx, found[first] = add_backward(build, *operands, factors[first], (need_x, *need_factors[first]), precision, PLAIN, dtype)
     return None if dx is None else build.reshape(dx, problem.x.shape), found

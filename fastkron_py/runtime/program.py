@@ -301,7 +301,7 @@ class _Straight:
             self._made.append(((math.ceil(pool.nbytes / program._itemsize),), (1,)))
             self._add(_POOL)
         for number, *_ in pool.parts:
-            self._derive(number)
+            self._slots[number] = len(self._slots)
         self._derivations = [function for step in program._steps for function in self._derived(step)]
         ready = iter(launches or ())
         self._ops = [op for step in program._steps for op in self._ops_of(step, ready)]
@@ -320,12 +320,7 @@ class _Straight:
 
     def _add(self, number: int) -> None:
         """A tensor, and its place among the slots."""
-        self._tensors[number] = len(self._tensors)
-        self._derive(number)
-
-    def _derive(self, number: int) -> None:
-        """A slot that is no tensor's."""
-        self._slots[number] = len(self._slots)
+        self._tensors[number], self._slots[number] = len(self._tensors), len(self._slots)
 
     def _picker(self, numbers: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
         """The function from the slots to a tuple of these values."""
@@ -402,7 +397,7 @@ class _Straight:
         for one in derived:
             if one[0] not in self._slots and all([source in self._slots for source in _sources(one)]):
                 yield self._derivation(one)
-                self._derive(one[0])
+                self._slots[one[0]] = len(self._slots)
 
     def _derivation(self, derived: Derived) -> Callable[[list[Any]], Any]:
         """The function from the slots to one of these."""
