@@ -19,10 +19,9 @@ from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
 from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.modes import filled
 from fastkron_py.kron.operators import shifted, spectral
-from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, matrices, per_factor
+from fastkron_py.kron.operators.algebra import Eigh, SlogDet, built, check_linalg_dtype, matrices, per_factor, terms
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.krylov import Convergence, Iterations
-from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, combined
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
 from fastkron_py.kron.operators.shifted import IterativeSystem, Shifted, check_real

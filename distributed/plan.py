@@ -17,7 +17,7 @@ import torch
 
 from fastkron_py.distributed.layout import Leg, Step, by_rows, by_stages, chunk_offsets, chunk_rows, widths
 from fastkron_py.kron.modes import merged
-from fastkron_py.runtime.checks import DTYPES, check_integer
+from fastkron_py.runtime.checks import DTYPES, check_integer, dtype_names
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 MOST_CHUNKS: Final = 8
@@ -76,8 +76,8 @@ class Problem:
             raise value_error("m", "a number of rows", self.m)
         dtype: Any = self.dtype
         if dtype not in DTYPES:
-            listed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise type_error("dtype", f"a dtype among {listed}", dtype if isinstance(dtype, torch.dtype) else type_name(dtype))
+            given = dtype if isinstance(dtype, torch.dtype) else type_name(dtype)
+            raise type_error("dtype", f"a dtype among {dtype_names(DTYPES)}", given)
         for name in ("left", "gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise type_error(name, "True or False", type_name(getattr(self, name)))

@@ -6,9 +6,8 @@ from fastkron_py.kan.api import poly_kan
 from fastkron_py.kron.api import gekmm, gemkm, kron_matmul, kron_matmul_left
 from fastkron_py.kron.hadamard import hadamard
 from fastkron_py.kron.hadamard_orders import Hadamard
-from fastkron_py.kron.khatri_rao import khatri_rao_matmul
 from fastkron_py.kron.kron_plan import families, kron_plan
-from fastkron_py.kron.modes import mode_matmul
+from fastkron_py.kron.modes import khatri_rao_matmul, mode_matmul
 from fastkron_py.kron.operators.kronecker_sum import KroneckerSum
 from fastkron_py.kron.operators.product import KroneckerProduct
 from fastkron_py.kron.quantize import Quantized, kron_quantize

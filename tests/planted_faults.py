@@ -127,7 +127,7 @@ FAULTS = [
     Fault(SLICED, "mask = mask_s[:, None] & (q < Q)", "mask = mask_s[:, None] & (q < BLOCK_Q)", KRON),
     Fault("fastkron_py/kron/kernels/narrow.py", "acc += u * g", "acc = u * g", ("tests/kron/test_narrow.py",)),
     Fault(
-        "fastkron_py/kron/kernels/factor_gradient.py",
+        "fastkron_py/kron/kernels/gradients.py",
         "imaginary * f_real - real * f_imaginary",
         "imaginary * f_real + real * f_imaginary",
         COMPLEX,
@@ -156,7 +156,7 @@ FAULTS = [
         ("tests/kron/test_saved_intermediate.py",),
     ),
     Fault(
-        "fastkron_py/kron/operators/modes.py",
+        "fastkron_py/kron/operators/algebra.py",
         "dense, terms(own, units)",
         "dense, terms(own, ())",
         ("tests/kron/operators/test_methods.py", "tests/kron/operators/test_kronecker_sum.py"),

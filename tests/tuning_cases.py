@@ -70,13 +70,13 @@ def launches_by(chosen, x, factors, precision="highest"):
 def carry_out(launches, x, factors):
     """Run launches one after the other, as a program."""
     from fastkron_py.kron.canonical import PLAIN
-    from fastkron_py.kron.families import family_of
+    from fastkron_py.kron.problem import add_launch
     from fastkron_py.runtime.builder import Builder
 
     build = Builder((x, *factors))
     y, *matrices = build.inputs
     for launch in launches:
-        y = family_of(launch.launch).add(build, launch, y, matrices, None, build.empty(launch.result_shape, x.dtype), PLAIN)
+        y = add_launch(build, launch, y, matrices, None, build.empty(launch.result_shape, x.dtype), PLAIN)
     return build.program([y])((x, *factors))[0]
 
 

@@ -55,8 +55,8 @@ def _sides(offer: Any) -> list[int]:
 
 
 _FRAGMENTS: Final = "families/fragments.py hopper/multiply.py hopper/tile.py"
-_BACKWARD: Final = "families/fragments_gradients.py hopper/backward.py hopper/pair_backward.py"
-_PAIRS: Final = "hopper/pair_backward.py families/fragments_gradients.py:pair,side,permutation,constant"
+_BACKWARD: Final = "families/fragments_gradients.py hopper/backward.py"
+_PAIRS: Final = "hopper/backward.py:pair,_times,_permuted,_store families/fragments_gradients.py:pair,side,permutation,constant"
 # The files of `kron`, and functions whose names hold a word, that serve a part alone; and what leaves it out.
 PARTS: Final[dict[str, tuple[str, Patches]]] = {
     "narrow": ("families/narrow.py kernels/narrow.py", _without(families.narrow) + _no_gradients(families.narrow)),
@@ -96,7 +96,10 @@ PARTS: Final[dict[str, tuple[str, Patches]]] = {
     "torch_products: copying gradients": ("", _no_gradients(torch_products, "copying_gradients")),
     "tile: chains": ("families/tile.py:chain kernels/sliced_multiply.py:fused", _without(tile, lambda s, o: len(o.launch.steps) > 1)),
     "tile: complex merges": ("", [(tile, "COMPLEX_MERGES", (tile.CHAIN_WIDTH,))]),
-    "tile: fused gradients": ("kernels/fused_backward.py", _no_gradients(tile_gradients, "tile_gradients", "tile_chain_gradients")),
+    "tile: fused gradients": (
+        "kernels/gradients.py:fused,last,add,store,valid",
+        _no_gradients(tile_gradients, "tile_gradients", "tile_chain_gradients"),
+    ),
     "planner: in place": ("planner.py:stay,in_place,repriced", [(planner, "_may_stay", lambda problem: False)]),
     "planner: orders": ("planner.py:repriced", [(planner, "OF", planner.OF._replace(most_ordered=0))]),
     "planner: ties to earlier families": ("", [(planner, "OF", planner.OF._replace(tie=-1.0)), (planner, "MICROSECOND", 0.0)]),

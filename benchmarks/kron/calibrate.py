@@ -35,11 +35,11 @@ from scipy.optimize import least_squares, nnls
 from benchmarks.kron.programs import pretending
 from fastkron_py.kron import forward, gradients, matmul_step
 from fastkron_py.kron.canonical import PLAIN, Scale
-from fastkron_py.kron.families import BY_NAME, asked, family_of, gradient_offers, torch_products
+from fastkron_py.kron.families import BY_NAME, asked, family_of, gradient_offers, refusal, torch_products
 from fastkron_py.kron.gradient_problem import GradientOffer, Group, GroupProblem
 from fastkron_py.kron.plan.steps import Launch, steps_of
 from fastkron_py.kron.planner import Place, placed_segment
-from fastkron_py.kron.problem import LaunchProblem, Offer, Problem, Rows, Segment, contiguous_problem
+from fastkron_py.kron.problem import LaunchProblem, Offer, Problem, Rows, Segment, add_launch, contiguous_problem
 from fastkron_py.kron.rates import at_least
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
@@ -291,7 +291,7 @@ def launches(case: Row) -> Iterator[Row]:
     for to_front in (0, 1) if case.after == 1 and case.before > 1 else (0,):
         segment = segment_of(case._replace(to_front=to_front))
         for family in asked(problem):
-            made = family.refusal(problem) or family.offers(segment) if family.moves_to_front or not to_front else ""
+            made = refusal(family, problem) or family.offers(segment) if family.moves_to_front or not to_front else ""
             for offer in () if isinstance(made, str) else made:
                 steps = " ".join([str(step.stop - step.start) for step in offer.launch.steps])
                 names = torch_products.multiply_times(segment.mode) if family.name == torch_products.name else (family.name,)
@@ -309,7 +309,7 @@ def program_of(row: Row, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> tu
     if row.family in ("matmul", "copying"):
         result = matmul_step.add_products(build, made, operand, matrices, None, None, Scale(), row.family)
     else:
-        result = family_of(launch).add(build, made, operand, matrices, None, None, Scale())
+        result = add_launch(build, made, operand, matrices, None, None, Scale())
     return build.program([result]), made
 
 

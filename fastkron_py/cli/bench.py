@@ -26,7 +26,7 @@ from fastkron_py.cli.demo import matmul_transpose_loop
 from fastkron_py.cli.display import bytes_text, chosen_device, device_name, fail, number, seconds_text, table
 from fastkron_py.cli.measure import best_seconds, peak_bytes
 from fastkron_py.cli.shapes import Shape, parse_shapes
-from fastkron_py.kron.tune.table import ITEMSIZE
+from fastkron_py.kron.tune.table import DTYPES
 from fastkron_py.runtime.errors import value_error
 
 DEFAULT_SHAPES: Final = {"cpu": "1024:8^3,1024:32^2,16:16^4", "cuda": "1024:8^5,1024:32^3,256:64^3"}
@@ -69,7 +69,7 @@ def bench(
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Benchmarks of the source tree; all that fit this machine by default.")
     ] = None,
     shapes: Annotated[str, typer.Option(help="Compare on these problems instead: ROWS:FACTORS,... as in '1024:8^5,256:52>65x50>20'.")] = "",
-    dtype: Annotated[str, typer.Option(help=f"Of --shapes: {', '.join(ITEMSIZE)}.")] = "float32",
+    dtype: Annotated[str, typer.Option(help=f"Of --shapes: {', '.join(DTYPES)}.")] = "float32",
     gradients: Annotated[bool, typer.Option("--gradients", help="Of --shapes: time forward and backward passes.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and the plots; out/benchmarks by default.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few cases and rounds, to see that it works.")] = False,
@@ -113,8 +113,8 @@ def bench(
 def _compare(shapes: str, dtype: str, device: str, with_gradients: bool, seconds: float) -> None:
     console = Console()
     try:
-        if dtype not in ITEMSIZE:
-            raise value_error("dtype", f"one of {', '.join(ITEMSIZE)}", repr(dtype))
+        if dtype not in DTYPES:
+            raise value_error("dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
         settings = Settings(getattr(torch, dtype), chosen_device(device), with_gradients, seconds)
         problems = parse_shapes(shapes or DEFAULT_SHAPES[settings.device.type])
     except (ValueError, RuntimeError) as error:

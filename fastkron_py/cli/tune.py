@@ -17,7 +17,7 @@ from fastkron_py.cli.shapes import Shape, parse_shapes, problem_text
 from fastkron_py.kron.tune import api as tuner
 from fastkron_py.kron.tune import table as tables
 from fastkron_py.kron.tune.api import TuningResult
-from fastkron_py.kron.tune.table import ITEMSIZE, Entry
+from fastkron_py.kron.tune.table import DTYPES, Entry
 from fastkron_py.runtime.checks import check_precision
 from fastkron_py.runtime.errors import value_error
 
@@ -26,7 +26,7 @@ INTERRUPTED: Final = 130  # exit status after SIGINT
 
 def tune(
     shapes: Annotated[str, typer.Option(help="The problems: ROWS:FACTORS,... as in '1024:8^5,16:32x32x8,256:52>65x50>20'.")] = "",
-    dtype: Annotated[str, typer.Option(help=", ".join(ITEMSIZE) + ".")] = "float32",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "float32",
     precision: Annotated[str, typer.Option(help="Of float32: highest, high or medium; torch's setting unless given.")] = "",
     left: Annotated[bool, typer.Option("--left", help="Tune the left form: ROWS is then the number of x's columns.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu (with TRITON_INTERPRET=1, for tests), cuda or cuda:N.")] = "auto",
@@ -72,8 +72,8 @@ class _Settings:
     """The options that every problem shares, checked."""
 
     def __init__(self, dtype: str, precision: str, left: bool, device: str) -> None:
-        if dtype not in ITEMSIZE:
-            raise value_error("dtype", f"one of {', '.join(ITEMSIZE)}", repr(dtype))
+        if dtype not in DTYPES:
+            raise value_error("dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.precision = precision or None
         check_precision(self.precision)

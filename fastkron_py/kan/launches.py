@@ -18,7 +18,8 @@ from fastkron_py.kan.layer_config import DeviceBasis, LayerConfig
 from fastkron_py.kan.plan import Pipelined, Sizes, Tile
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
-from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
+from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.runtime.program import bits
 from fastkron_py.tiling.gemm import begin_nothing
@@ -283,7 +284,7 @@ _DOWN: Final = 1 << 16  # rows of tiles in a group: all of them, which is the or
 def _pipelined_kernel(name: str) -> Any:
     """One of the kernels, "fwd", "dx" or "dcoef"; None where this Triton cannot compile it."""
     module = "forward" if name == "fwd" else name
-    return devices.gluon_kernel(f"kan.kernels.hopper.{module}", f"_poly_kan_pipelined_{name}_kernel")
+    return gluon_kernel(f"kan.kernels.hopper.{module}", f"_poly_kan_pipelined_{name}_kernel")
 
 
 def has_pipelined(device: torch.device, dtype: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastkron_py.kron import modes, operator
 from fastkron_py.kron.checks import check_problem, check_tensors, factors_and_identities, is_identity
 from fastkron_py.kron.hadamard_orders import Hadamard, with_matrices
-from fastkron_py.kron.matmul import PLAIN, Epilogue
+from fastkron_py.kron.torch_steps import PLAIN, Epilogue
 from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
@@ -254,12 +254,12 @@ def _multiply(
 
 def _has_vector_program(given: tuple[Any, ...]) -> bool:
     """Whether a vector may stay one: programs take it as it is, but the operator's derivatives, transforms and identities do not."""
-    return all([type(t) in TENSOR_TYPES for t in given]) and takes_fast_path(given) and not wants_gradient(given)
+    return takes_fast_path(given) and not wants_gradient(given)
 
 
 def _product(x: Tensor, factors: list[Any], epilogue: Epilogue, precision: str | None, left: bool, key: Hashable) -> Tensor:
     """``[*batch, M, N]`` (left: ``[*batch, N, M]``) by one call of the operator, or by several if there are identities."""
-    if any([is_identity(f) for f in factors]):
+    if not all([isinstance(f, Tensor) for f in factors]):
         return modes.multiply(x, factors, left, precision, epilogue, key)
     alpha, beta, z = epilogue
     y: Tensor = operator.kron_matmul(x, factors, z, alpha, beta, precision, backend_of_call(), left, key=key)

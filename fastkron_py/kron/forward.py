@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.canonical import PLAIN, Scale, lone_units, without_units
-from fastkron_py.kron.families import family_of, missing, whole_row
+from fastkron_py.kron.families import missing, whole_row
 from fastkron_py.kron.kernels import epilogues
 from fastkron_py.kron.kernels.epilogues import AXPBY, SCALE, StoreEpilogue
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.planner import choose
-from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, batch_stride
+from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, add_launch, batch_stride
 from fastkron_py.kron.tune.table import Choice, tuned
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import counts_host, families_in_force
@@ -182,5 +182,5 @@ def add_multiply(
         return add_multiply(build, x, others, precision, scale, z, out, epilogue=epilogue)
     for made in launches:
         is_last = made is launches[-1]
-        x = family_of(made.launch).add(build, made, x, factors, z if is_last else None, out if is_last else None, scale)
+        x = add_launch(build, made, x, factors, z if is_last else None, out if is_last else None, scale)
     return x

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from fastkron_py.kron.plan.steps import padded, tile_constants
 from fastkron_py.kron.problem import MICROSECOND, WORD, Mode, OnSlices, Problem, Rows, in_words
 from fastkron_py.kron.rates import priced
+from fastkron_py.runtime.kernels import LaunchConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from fastkron_py.runtime.launch import LaunchConfig
 
 SINGLE: Final = "takes one factor that no kernel takes with dx"
 
@@ -183,10 +183,6 @@ class GroupProblem(OnSlices):
         return replace(self, u=self.g, g=self.u, factor_shapes=((q, p),), factor_strides=((batch, q_stride, p_stride),))
 
 
-def _as_fused(u: Any, g: Any, factors: Any, dx: Any, sums: Any) -> tuple[Any, ...]:
-    return u, g, factors, dx, sums
-
-
 class GradientLaunch(NamedTuple):
     """How the gradients of a group are launched.
 
@@ -201,7 +197,7 @@ class GradientLaunch(NamedTuple):
 
     configs: tuple[LaunchConfig, ...]
     sums: int
-    operands: Callable[..., tuple[Any, ...]] = _as_fused
+    operands: Callable[..., tuple[Any, ...]] = lambda u, g, factors, dx, sums: (u, g, factors, dx, sums)
     takes_alpha: bool = True
     splits_first: bool = False
     algorithm: str = ""

@@ -19,7 +19,7 @@ from fastkron_py.kron.canonical import PLAIN, Canonical, Scale
 from fastkron_py.kron.families import missing
 from fastkron_py.kron.forward import Part, add_multiply, mergeable, rows_of
 from fastkron_py.kron.gradient_problem import GradientLaunch, Group, GroupProblem
-from fastkron_py.kron.kernels.factor_gradient import _split_gradient_kernel
+from fastkron_py.kron.kernels.gradients import _split_gradient_kernel
 from fastkron_py.kron.matmul_step import add_gradient
 from fastkron_py.kron.plan.gradients import Cut, best_order, bids, find_cut, gradient_plan, part_of
 from fastkron_py.kron.problem import Problem, contiguous_problem
@@ -383,7 +383,7 @@ def add_multiply_saving(
 ) -> tuple[Tensor, Tensor]:
     """(The result, the intermediate) as parts of a program; arguments are those of `add_multiply`."""
     first, second = (problem.factors[span] for span in cut.spans)
-    between = add_multiply(build, build.reshape(problem.x, cut.first.shape), first, precision, Scale())
+    between = add_multiply(build, build.reshape(problem.x, cut.first.shape), first, precision)
     between = build.reshape(between, cut.first.result_shape)
     operand, addend = build.reshape(between, cut.second.shape), None if z is None else build.reshape(z, cut.second.result_shape)
     return add_multiply(build, operand, second, precision, scale, addend), between
@@ -421,5 +421,5 @@ def add_backward_saved(
     if dbetween is None:
         return None, found
     operands = build.reshape(dbetween, cut.first.result_shape), build.reshape(problem.x, cut.first.shape)
-    dx, found[first] = add_backward(build, *operands, factors[first], (need_x, *need_factors[first]), precision, Scale(), dtype)
+    dx, found[first] = add_backward(build, *operands, factors[first], (need_x, *need_factors[first]), precision, PLAIN, dtype)
     return None if dx is None else build.reshape(dx, problem.x.shape), found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -18,13 +18,14 @@ from fastkron_py.kron.families.butterfly import takes_transform, transform
 from fastkron_py.kron.hadamard_orders import constants_of, factor_sizes, matrices, padded_matrix, shrunk, split
 from fastkron_py.kron.plan.steps import is_even
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.arrays import find_bridge, through_bridge
 from fastkron_py.runtime.backend import backend_of_call, choose_backend, is_interpreting
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.checks import HALF_DTYPES, can_write, check_out, check_scalar, check_tensor, is_same
 from fastkron_py.runtime.eager import takes_fast_path
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.kernels import gluon_kernel
 from fastkron_py.runtime.operator import GradientCall, Operator, Saved
 from fastkron_py.runtime.precision import autocast_dtype
 from fastkron_py.runtime.precision import cast as cast_tensor
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from fastkron_py.runtime.launch import Launcher
 
 _LEAST_ALONE: Final = 6  # bits that are transformed by a launch of their own in float64: faster than factors in as many launches
+kernel: Final = partial(gluon_kernel, "kron.kernels.butterfly", "_hadamard_fwd_kernel")  # None where this Triton cannot compile it
 _REGISTERS: Final = 128  # of a thread with m > 1, at most: two programs on a multiprocessor
 
 
@@ -85,15 +87,12 @@ def hadamard(
         if entry is not None:
             return cast("ArrayT", entry.call((x,), entry.options))
     if not isinstance(x, Tensor):
-        given = {"x": x} if signs is None else {"x": x, "signs": signs}
-        bridge = find_bridge(list(given.values()), list(given))
-        if isinstance(scale, Tensor):
-            raise type_error("scale", f"a number, since x is {bridge.noun}", "a torch tensor")
         if out is not None:
-            raise type_error("out", f"None, since x is {bridge.noun}", type_name(out))
-        with bridge.context():
-            loaded = {name: bridge.load(array, name) for name, array in given.items()}
-            return bridge.give_back(hadamard(**loaded, scale=scale, transpose=transpose, precision=precision))  # type: ignore[no-any-return]
+            raise type_error("out", f"None, since x is {find_bridge([x], ['x']).noun}", type_name(out))
+        transformed = partial(hadamard, scale=scale, transpose=transpose, precision=precision)
+        arrays = {"x": x} if signs is None else {"x": x, "signs": signs}
+        found = through_bridge(arrays, lambda loaded: transformed(loaded["x"], signs=loaded.get("signs")), {"scale": scale})
+        return cast("ArrayT", found)
     check_tensor("x", x, x, "x")
     if x.ndim == 0:
         raise value_error("x", "at least one dimension", tuple(x.shape))
@@ -109,7 +108,8 @@ def hadamard(
     function = _transform(t, scale, transpose, precision, cast("Tensor | None", out))
     y = function(t)
     if key is not None and dtype is None and takes_fast_path((x,)):
-        entry = CACHE.find(operator.name, (x,))  # of additions without a matrix: that call itself, with this scale
+        m, bits = split(x.shape[-1])
+        entry = operator.entry((x, None), (scale, m, bits, backend_of_call()))  # of additions without a matrix: that call, with this scale
         if entry is None:
             CACHE.keep(key, (x,), None, lambda given, _: function(*given), (), operator.name)
         else:
@@ -142,7 +142,7 @@ def _transform(x: Tensor, scale: Any, transpose: bool, precision: str | None, ou
         options = scale, m, bits, backend
         if out is not None and x.numel() and can_write([x], out, True):
             return lambda x: _write(x, matrix, options, out)
-        return lambda x: _added(x, matrix, options)
+        return lambda x: cast("Tensor", operator(x, matrix, *options))
     if adds and x.dtype == torch.float64 and bits >= _LEAST_ALONE and has_additions(1, bits, x.dtype, x.device, backend):
         parts = [*_turned(constants_of(matrices, ((m,), x.dtype), x.device), transpose), 1 << bits]
 
@@ -161,27 +161,11 @@ def _turned(made: Sequence[Any], transpose: bool) -> Sequence[Any]:
     return [None if t is None else t.mT for t in made] if transpose else made
 
 
-def _added(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...]) -> Tensor:
-    """By additions; options are the operator's."""
-    if torch.compiler.is_compiling():
-        return cast("Tensor", operator(x, matrix, *options))
-    given = (x,) if matrix is None else (x, matrix)
-    entry = CACHE.find(operator.name, given)  # a program is that of a shape, for any scale
-    y: Tensor = operator(x, matrix, *options, key=operator.name) if entry is None else entry.call(given, options)
-    return y
-
-
 def _write(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...], out: Tensor) -> Tensor:
     """Write the transform to out, which may be x; options are the operator's."""
     given = [t for t in (x, matrix, None if is_same(x, out) else out) if t is not None]
-    key = "hadamard_into", is_same(x, out)
-    entry = CACHE.find(key, given)
-    if entry is None:
-        made = CACHE.program((*key, *options[1:], *about(given), x.device), lambda: program((x, matrix), options, out))
-        made(given, options[:1])
-        CACHE.keep(key, given, made, lambda given, options: made(given, options[:1]), options, operator.name)
-    else:
-        entry.call(given, options)
+    key = "hadamard_into", is_same(x, out), *options[1:], *about(given), x.device
+    CACHE.program(key, lambda: program((x, matrix), options, out))(given, options[:1])
     increment_version(out)  # a backward pass that has saved x raises, as after torch's own writes
     return out
 
@@ -207,11 +191,7 @@ def has_launch(m: int, bits: int, dtype: torch.dtype, device: torch.device) -> b
     gpu = devices.gpu_of(device)
     if gpu.capability is None or dtype.is_complex or not takes_transform(m, bits, dtype.itemsize, gpu.shared_memory):
         return False
-    return _kernel() is not None
-
-
-def _kernel() -> Any:
-    return devices.gluon_kernel("kron.kernels.butterfly", "_hadamard_fwd_kernel")
+    return kernel() is not None
 
 
 def hadamard_launch(x: Tensor, matrix: Tensor | None, m: int, bits: int) -> Launcher:
@@ -238,7 +218,7 @@ def hadamard_launch(x: Tensor, matrix: Tensor | None, m: int, bits: int) -> Laun
         "num_warps": found.num_warps,
         "maxnreg": _REGISTERS if m > 1 else None,
     }
-    return Launcher([LaunchConfig(_kernel(), (math.ceil(x.shape[0] / at_once),), arguments)])
+    return Launcher([LaunchConfig(kernel(), (math.ceil(x.shape[0] / at_once),), arguments)])
 
 
 # ---- the operator ---------------------------------------------------------------------------------

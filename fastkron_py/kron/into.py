@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.canonical import Scale
-from fastkron_py.kron.families import family_of, fragments, narrow, slice_pair, tile, wgmma
+from fastkron_py.kron.families import fragments, narrow, slice_pair, tile, wgmma
 from fastkron_py.kron.multiply import Multiply, fitted, scale_of
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks, places, plan, transposes
-from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, contiguous_problem
+from fastkron_py.kron.problem import LaunchProblem, Problem, Rows, add_launch, contiguous_problem
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
@@ -228,5 +228,5 @@ def add_multiply_blocks(
         for k in range(step.times):
             source = sources[k] if step.reads else sources[0].view(-1)[k * step.inner :]
             target = targets[k] if step.writes else targets[0].view(-1)[k * step.outer :]
-            family_of(step.launch.launch).add(build, step.launch, source, factors, None, target, scale)
+            add_launch(build, step.launch, source, factors, None, target, scale)
         sources = targets

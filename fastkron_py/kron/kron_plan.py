@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.canonical import Canonical, canonical
+from fastkron_py.kron.canonical import PLAIN, Canonical, canonical
 from fastkron_py.kron.checks import Shape, check_problem, check_tensors, factor_list
 from fastkron_py.runtime.backend import families_in_force, triton_obstacle
-from fastkron_py.runtime.checks import DTYPES, check_integer
+from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.checks import DTYPES, check_integer, dtype_names
+from fastkron_py.runtime.device import absent
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.gpu import NAMED
+from fastkron_py.runtime.precision import resolved
 
 if TYPE_CHECKING:
     from fastkron_py.kron import planner
@@ -167,15 +170,13 @@ def _on_meta(name: str, given: Any, dtype: torch.dtype | None) -> Tensor:
         raise type_error(name, "a torch tensor, or a shape", type_name(given))
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in DTYPES:
-        raise type_error("dtype", "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
+        raise type_error("dtype", f"a dtype among {dtype_names(DTYPES)}", dtype)
     return torch.empty([check_integer(name, n, "a torch tensor, or a shape") for n in given], dtype=dtype, device="meta")
 
 
 def _device(x: Any, device: Any) -> tuple[torch.device, str]:
     """The device that is planned for, and its name."""
     if isinstance(device, str) and device in NAMED:
-        from fastkron_py.runtime.device import absent
-
         return absent(device), device
     if device is None:
         device = x.device if isinstance(x, Tensor) else "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,12 +200,9 @@ def _problem(x: Tensor, factors: Sequence[Tensor], left: bool, device_name: str)
 
 
 def _plan_of_gradients(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device, device_name: str) -> Plan:
-    from fastkron_py.kron.canonical import PLAIN
     from fastkron_py.kron.families import gradient_offers
     from fastkron_py.kron.gradients import add_backward, cut_of
     from fastkron_py.kron.plan.gradients import bids
-    from fastkron_py.runtime.builder import Builder
-    from fastkron_py.runtime.precision import resolved
 
     problem, text = _problem(x, factors, left, device_name)
     groups, rows, _, columns = problem.x.shape
@@ -239,7 +237,6 @@ def _plan(x: Tensor, factors: Sequence[Tensor], left: bool, device: torch.device
     from fastkron_py.kron import forward
     from fastkron_py.kron.planner import choose
     from fastkron_py.kron.problem import Host
-    from fastkron_py.runtime.precision import resolved
 
     given, text = _problem(x, factors, left, device_name)
     x4 = given.x if forward.is_mergeable(given.x) else given.x.contiguous()

@@ -20,8 +20,8 @@ from fastkron_py.kron.canonical import PLAIN, Scale, add_scaling
 from fastkron_py.kron.families.torch_products import copied_width
 from fastkron_py.kron.kernels import epilogues
 from fastkron_py.kron.kernels.matmul_step import _copy_matrices_kernel, epilogue_axpby
-from fastkron_py.kron.matmul import Epilogue, matrices, mode_products, product, scaled_product, summed_products, wide_product
 from fastkron_py.kron.problem import LaunchProblem, batch_stride, in_words, parts_of
+from fastkron_py.kron.torch_steps import Epilogue, matrices, mode_products, product, scaled_product, summed_products, wide_product
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import next_power_of_two
 from fastkron_py.runtime.launch import LaunchConfig, Launcher

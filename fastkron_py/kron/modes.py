@@ -1,4 +1,4 @@
-"""Dimensions of a tensor contracted by matrices: `mode_matmul`, and products with identities among the factors.
+"""Dimensions of a tensor contracted by matrices: `mode_matmul`, `khatri_rao_matmul`, and products with identities among the factors.
 
 Neighbours in memory that have factors are one Kronecker product. An integer n among the factors is the identity I_n, which takes
 no multiply and no memory: ``(I_a (x) F (x) I_b) x`` is one mode of x viewed as ``[a, P, b]``, so identities become dimensions of x next to
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron import operator
-from fastkron_py.kron.checks import Factor, is_identity, result_shape, shape_of
-from fastkron_py.kron.matmul import PLAIN, Epilogue
-from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.kron.checks import Factor, broadcast_batch, is_identity, result_shape, shape_of
+from fastkron_py.kron.torch_steps import PLAIN, Epilogue
+from fastkron_py.runtime.arrays import find_bridge, through_bridge
 from fastkron_py.runtime.backend import backend_of_call, requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import HALF_DTYPES, check_precision, check_tensor
@@ -116,14 +116,8 @@ def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | 
     order = _memory_order(x, batch)
     runs = _runs([[of[dim]] if dim in of else [] for dim in order[batch:]], batch)
     y = _multiply_runs(x.permute(order), runs, batch, precision, PLAIN).permute([order.index(dim) for dim in range(x.ndim)])
-    if (
-        key is not None
-        and not batch
-        and len(runs) == 1
-        and x.is_contiguous()
-        and list(of) == sorted(of)
-        and takes_fast_path((x, *matrices))
-    ):
+    is_one = key is not None and not batch and len(runs) == 1 and x.is_contiguous() and list(of) == sorted(of)
+    if is_one and takes_fast_path((x, *matrices)):
         _, (packed, _, shape), left = _contraction(x.shape, runs[0], 0)
         _keep(key, (x, *matrices), packed, shape, left, (1.0, 0.0, precision, requested_backend(), left))
     return y
@@ -431,3 +425,78 @@ def _contract(x: Tensor, run: Run, batch: int, precision: str | None, epilogue: 
     z = None if z is None else z.reshape(*z.shape[:own], *packed_result)
     y: Tensor = operator.kron_matmul(x, _on_side(run.factors, left), z, alpha, beta, precision, backend_of_call(), left)
     return y.reshape(*y.shape[:own], *shape)
+
+
+# ---- row-wise Kronecker (Khatri-Rao) products, as tensor-product splines have them, one mode after the other ----------------------
+
+
+def khatri_rao_matmul(matrices: Sequence[ArrayT], coefficients: ArrayT, *, transpose: bool = False, precision: str | None = None) -> ArrayT:
+    """Multiply a row-wise Kronecker product ``X``, whose row i is ``x1[i] (x) ... (x) xN[i]``, by coefficients, without building X.
+
+    Such are the design matrices of tensor-product splines and of products of features: ``X @ c`` evaluates ``n`` points, and ``X^T @ y``
+    with ``transpose=True`` is the other product that least squares and their gradients need. X has ``n P_1 ... P_N`` elements. Here the
+    largest intermediate has ``n P_2 ... P_N`` for each column, so the first matrix is best the one with most columns. Intermediates are
+    rounded to the dtype.
+
+    Args:
+        matrices: ``[*batch, n, P_i]`` each, with n rows in all. torch tensors, or NumPy or CuPy arrays, of a dtype of `kron_matmul`.
+        coefficients: ``[*batch, P_1 ... P_N, Q]``, or ``[P_1 ... P_N]`` for one column; with transpose ``[*batch, n, Q]`` or ``[n]``. Of
+            the matrices' array type, dtype and device. Batches broadcast.
+        transpose: whether to multiply by ``X^T``.
+        precision: of float32 products, as in `kron_matmul`.
+
+    Returns:
+        ``[*batch, n, Q]``, or ``[*batch, P_1 ... P_N, Q]`` with transpose; without Q where coefficients are a vector.
+
+    Raises:
+        TypeError: matrices is no sequence, or arrays of different types or dtypes.
+        ValueError: no matrices, one of fewer than two dimensions or with another number of rows, coefficients that do not fit, batches that
+            do not broadcast, devices that differ, or an unknown precision.
+
+    Example:
+        >>> of_x, of_y = torch.rand(1000, 12), torch.rand(1000, 10)  # basis functions at 1000 points
+        >>> khatri_rao_matmul([of_x, of_y], torch.randn(120)).shape
+        torch.Size([1000])
+    """
+    check_precision(precision)
+    if not isinstance(matrices, Sequence):
+        raise type_error("matrices", "a sequence of matrices", type_name(matrices))
+    if not matrices:
+        raise value_error("matrices", "at least one matrix", "none")
+    given, names = [*matrices, coefficients], [*[f"matrices[{i}]" for i in range(len(matrices))], "coefficients"]
+    if all([isinstance(a, Tensor) for a in given]):
+        return _multiply_rows(given, names, transpose, precision)  # type: ignore[arg-type, return-value]
+    arrays = dict(zip(names, given, strict=True))
+    return through_bridge(arrays, lambda loaded: _multiply_rows([*loaded.values()], names, transpose, precision))  # type: ignore[no-any-return]
+
+
+def _multiply_rows(given: list[Tensor], names: list[str], transpose: bool, precision: str | None) -> Tensor:
+    """The product of tensors, the last of which are the coefficients."""
+    *xs, c = given
+    for x, name in zip([*xs, c], names, strict=True):
+        check_tensor(name, x, xs[0], names[0])
+    for x, name in zip(xs, names, strict=False):
+        if x.ndim < 2 or x.shape[-2] != xs[0].shape[-2 if xs[0].ndim > 1 else -1]:
+            rows = f"a matrix with {xs[0].shape[-2]} rows, as {names[0]}" if xs[0].ndim > 1 else "a matrix"
+            raise value_error(name, rows, f"shape {tuple(x.shape)}")
+    n, sizes = xs[0].shape[-2], [x.shape[-1] for x in xs]
+    inner = n if transpose else math.prod(sizes)
+    is_vector = c.ndim == 1
+    if c.ndim == 0 or c.shape[-1 if is_vector else -2] != inner:
+        what = "the number of rows" if transpose else "the product of the matrices' columns"
+        raise value_error("coefficients", f"[{inner}] or [*batch, {inner}, Q], {what}", f"shape {tuple(c.shape)}")
+    y = c.unsqueeze(-1) if is_vector else c
+    batch = broadcast_batch([tuple(t.shape[:-2]) for t in (*xs, y)], "matrices, coefficients")
+    first, *others = [x.expand(*batch, *x.shape[-2:]) if x.ndim > 2 else x.reshape(*[1] * len(batch), *x.shape) for x in xs]
+    y, columns, dim = y.expand(*batch, *y.shape[-2:]), y.shape[-1], len(batch)
+    behind = [math.prod(sizes[i + 1 :]) * columns for i in range(len(sizes))]  # elements that follow each mode
+    if transpose:
+        for x, width in reversed(list(zip(others, behind[1:], strict=True))):
+            y = mode_matmul(y.reshape(*batch, n, 1, width), {dim + 1: x.unsqueeze(-2)}, precision=precision)
+        y = mode_matmul(y.reshape(*batch, n, behind[0]), {dim: first}, precision=precision)
+    else:
+        y = mode_matmul(y.reshape(*batch, sizes[0], behind[0]), {dim: first.mT}, precision=precision)
+        for x, size, width in zip(others, sizes[1:], behind[1:], strict=True):
+            y = mode_matmul(y.reshape(*batch, n, size, width), {dim + 1: x.unsqueeze(-1)}, precision=precision)
+    y = y.reshape(*batch, math.prod(sizes) if transpose else n, columns)
+    return y.squeeze(-1) if is_vector else y

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -143,7 +142,7 @@ class Multiply(NamedTuple):
 
     def _is_empty_product(self, x: Tensor) -> bool:
         """Whether the sum has no terms, or the result no elements."""
-        return x.numel() == 0 or math.prod(self.result_shape(x)) == 0
+        return any([t.numel() == 0 for t in (x, *self.factors)])
 
     def _add_empty_product(self, build: Builder, x: Tensor, z: Tensor | None) -> Tensor:
         """Add zeros, or beta * z, for an empty product."""

@@ -84,7 +84,8 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 # ---- the operators ---------------------------------------------------------------------------------
 
 
-def _fake(x: Tensor, factors: Sequence[Tensor], z: Any, alpha: float, beta: float, precision: Any, backend: str, left: bool) -> Tensor:
+def _fake(x: Tensor, factors: Sequence[Tensor], *others: Any) -> Tensor:
+    *_, left = others
     return x.new_empty(result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left))
 
 
@@ -126,16 +127,7 @@ def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Seque
 
 
 def _fake_backward(
-    dy: Tensor,
-    x: Tensor,
-    factors: Sequence[Tensor],
-    between: Any,
-    need_x: bool,
-    need_factors: Sequence[bool],
-    alpha: float,
-    precision: Any,
-    backend: str,
-    left: bool,
+    dy: Tensor, x: Tensor, factors: Sequence[Tensor], between: Any, need_x: bool, need_factors: Sequence[bool], *others: Any
 ) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in wanted(x, factors, need_x, need_factors)]
 
@@ -288,10 +280,6 @@ def scaled(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     return build.program([call.add_scaled(build, x, z, divides)], [call.result_shape(x)])
 
 
-def _fake_scaled(x: Tensor, factors: Sequence[Tensor], z: Tensor, divides: bool, precision: Any, backend: str, left: bool) -> Tensor:
-    return _fake(x, factors, None, 1.0, 0.0, precision, backend, left)
-
-
 def _scale(y: Tensor, z: Tensor, divides: bool) -> Tensor:
     return y / z if divides else y * z
 
@@ -336,7 +324,7 @@ def _vmap_scaled(size: int, dims: Sequence[Any], tensors: Sequence[Any], options
 kron_scaled = Operator(
     "kron_scaled(Tensor x, Tensor[] factors, Tensor z, bool divides, str? precision, str backend, bool left) -> Tensor",
     program=scaled,
-    fake=_fake_scaled,
+    fake=_fake,
     backward=_backward_scaled,
     jvp=_jvp_scaled,
     vmap=_vmap_scaled,

@@ -20,7 +20,7 @@ from itertools import permutations
 from operator import le
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from fastkron_py.kron.families import asked, family_of, most_elements, offers
+from fastkron_py.kron.families import asked, family_of, most_elements, offers, refusal
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.problem import MICROSECOND, Host, Offer, Problem, Segment
 from fastkron_py.kron.rates import figures
@@ -171,7 +171,7 @@ class _Bids:
     def __init__(self, problem: Problem, in_place: bool, keep: int) -> None:
         """For a number of plans; of one plan, all but the best offers are left out."""
         self.problem, self.in_place, self.keep = problem, in_place, keep
-        self.families = [f for f in asked(problem) if (in_place or f.moves_to_front) and f.refusal(problem) is None]
+        self.families = [f for f in asked(problem) if (in_place or f.moves_to_front) and refusal(f, problem) is None]
         self.host, self.made = Host.of(problem.gpu), dict[tuple[object, ...], list[Offer]]()
 
     def at(self, start: int, stop: int, place: Place, is_final: bool) -> list[Offer]:

@@ -517,7 +517,7 @@ class LaunchProblem(OnSlices):
 def add_launch(
     build: Builder, problem: LaunchProblem, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale
 ) -> Tensor:
-    """Add a launch of a family's kernel to a program: its `add`.
+    """Add a launch of a family's kernel to a program, or what the family adds in its place.
 
     Args:
         build: of the program.
@@ -531,6 +531,12 @@ def add_launch(
     Returns:
         The result.
     """
+    from fastkron_py.kron.families import family_of
+
+    add = getattr(family_of(problem.launch), "add", None)
+    if add is not None:
+        made: Tensor = add(build, problem, x, factors, z, y, scale)
+        return made
     y = build.empty(problem.result_shape, x.dtype) if y is None else y
     mine = tuple(factors[problem.launch.start : problem.launch.stop])
     build.launch(problem.launcher, (x, mine, y if z is None else z, y), (scale.alpha, scale.beta))

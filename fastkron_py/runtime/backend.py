@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fastkron_py.runtime.checks import check_choice
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import LOWER, getter
 
@@ -64,14 +65,6 @@ def host_time(counts: bool) -> Iterator[None]:
         _counts_host.pop()
 
 
-def _check(name: str) -> str:
-    if not isinstance(name, str):
-        raise type_error("backend", f"one of {', '.join(BACKENDS)}", type(name).__name__)
-    if name not in BACKENDS:
-        raise value_error("backend", f"one of {', '.join(BACKENDS)}", repr(name))
-    return name
-
-
 def set_backend(name: str) -> None:
     """Set the process's default backend.
 
@@ -87,7 +80,8 @@ def set_backend(name: str) -> None:
         >>> fastkron_py.set_backend("auto")  # the default
     """
     global _default
-    _default = _check(name)
+    check_choice("backend", name, BACKENDS)
+    _default = name
 
 
 @contextlib.contextmanager
@@ -105,7 +99,8 @@ def backend(name: str) -> Iterator[None]:
         TypeError: name is not a string.
         ValueError: name is none of the three.
     """
-    token = _override.set(_check(name))
+    check_choice("backend", name, BACKENDS)
+    token = _override.set(name)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime.errors import value_error
-from fastkron_py.runtime.program import Descriptor, Make, Places, Pool, Program, Result, Shift, Step, View, order_of, template_of
+from fastkron_py.runtime.program import Descriptor, Make, Pool, Program, Shift, Step, View, order_of, template_of
 
 _ALIGNMENT: Final = 512  # of a buffer in the pool, as torch's own allocations on a GPU
 _SMALL: Final = 1 << 20  # bytes of a buffer that may live as long as all steps take, however small the inputs are
@@ -192,10 +192,9 @@ class Builder:
                 self._allocate(value)
         offsets, nbytes = _places([(v.tensor.nbytes, (v.steps[0], v.steps[-1])) for v in pooled])
         parts = [(v.number, at, tuple(v.tensor.shape), v.tensor.dtype) for v, at in zip(pooled, offsets, strict=True)]
-        places = Places(tuple(self._alignments.items()), tuple(self._orders.items()))
-        found = [Result(v.number, v.result if v.is_called and v.result != v.tensor.shape else None) for v in returned]
-        inputs = [t for t in self.inputs if t is not None]
-        made = Program(self._steps, inputs, Pool(nbytes, tuple(parts)), found, places, self.device, min(self._shared, _SMALL))
+        found = [(v.number, v.result if v.is_called and v.result != v.tensor.shape else None) for v in returned]
+        places, small = (self._alignments, self._orders, self.device), min(self._shared, _SMALL)
+        made = Program(self._steps, [t for t in self.inputs if t is not None], Pool(nbytes, tuple(parts)), found, *places, small)
         made.differentiable, made.saved = differentiable, saved
         return made
 

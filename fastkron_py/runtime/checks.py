@@ -94,22 +94,18 @@ def check_probability(name: str, value: Any, expected: str = "a probability") ->
     return float(value)
 
 
-def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
-    """Accept one of a few words."""
+def check_choice(name: str, value: Any, known: tuple[str, ...], expected: str = "one of") -> None:
+    """Accept one of a few words; expected: the words before them in the error."""
     if not isinstance(value, str):
-        raise type_error(name, f"one of {', '.join(known)}", type_name(value))
+        raise type_error(name, f"{expected} {', '.join(known)}", type_name(value))
     if value not in known:
-        raise value_error(name, f"one of {', '.join(known)}", repr(value))
+        raise value_error(name, f"{expected} {', '.join(known)}", repr(value))
 
 
 def check_precision(precision: Any) -> None:
     """Accept None or one of `PRECISIONS`."""
-    if precision is None:
-        return
-    if not isinstance(precision, str):
-        raise type_error("precision", f"None or one of {', '.join(PRECISIONS)}", type_name(precision))
-    if precision not in PRECISIONS:
-        raise value_error("precision", f"None or one of {', '.join(PRECISIONS)}", repr(precision))
+    if precision is not None:
+        check_choice("precision", precision, PRECISIONS, "None or one of")
 
 
 def dtype_names(dtypes: Sequence[torch.dtype]) -> str:

@@ -1,20 +1,16 @@
-"""Devices of torch: their GPU's record, and kernels that not every Triton can compile."""
+"""Devices of torch: their GPU's record."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
-import logging
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from fastkron_py.runtime.backend import is_interpreting
 from fastkron_py.runtime.gpu import AMD, GPU, INTERPRETER, NAMED, nvidia
-
-logger = logging.getLogger("fastkron_py")
 
 # The version of CUDA from which on a graph has edges for launches that overlap; a driver can be older than torch's libraries.
 _GRAPHS_OVERLAP: Final = 12030
@@ -39,21 +35,6 @@ def gpu_of(device: torch.device) -> GPU:
 def absent(name: str) -> torch.device:
     """The device in place of a GPU of this name, one of `gpu.NAMED`, for plans: nothing can be stored or launched there."""
     return torch.device("meta", list(NAMED).index(name))
-
-
-@lru_cache(maxsize=8)
-def gluon_kernel(module: str, name: str) -> Any:
-    """A kernel, or None where this Triton lacks a part of Gluon, which it calls experimental, that it is written in.
-
-    Args:
-        module: below the package, such as "kron.hopper.multiply".
-        name: of the kernel.
-    """
-    try:
-        return getattr(importlib.import_module(f"..{module}", __package__), name)
-    except (ImportError, AttributeError) as error:
-        logger.warning("this version of Triton has no Gluon as %s for Hopper GPUs needs it (%s): slower kernels are used", module, error)
-        return None
 
 
 def _driver_version() -> int:

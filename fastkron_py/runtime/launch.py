@@ -19,6 +19,7 @@ from triton.runtime import driver as triton_driver
 from triton.runtime.errors import OutOfResources
 
 from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.kernels import LaunchConfig as LaunchConfig
 
 logger = logging.getLogger("fastkron_py")
 
@@ -31,15 +32,9 @@ _obstacles: dict[type, str | None] = {}  # why compiled kernels of a class are l
 class Ready(NamedTuple):
     """A compiled kernel for aligned pointers."""
 
-    grid: int
+    launch: Callable[[int | None], Callable[..., None]]  # from a stream to the launch there, of the kernel's arguments
     between: tuple[Any, ...]  # arguments between the tensors and the scalars that a launch gives
     after: tuple[Any, ...]
-    launch: Callable[..., None]  # of the grid, the stream, `first`, and the kernel's arguments
-    first: tuple[Any, ...]
-
-    def bound(self, stream: int | None) -> Callable[..., None]:
-        """The launch in a stream, of the kernel's arguments."""
-        return partial(self.launch, self.grid, 1, 1, stream, *self.first)
 
 
 def ready_of(compiled: Any, grid: tuple[int], between: tuple[Any, ...], after: tuple[Any, ...]) -> Ready | None:
@@ -51,9 +46,9 @@ def ready_of(compiled: Any, grid: tuple[int], between: tuple[Any, ...], after: t
             logger.warning("kernels are launched by the slower front door of Triton %s: %s", triton.__version__, found)
     if _obstacles[cls] is not None:
         return None
+    run = compiled.run.__call__  # the method, which Python calls in less time than the object
     first = (compiled.function, compiled.packed_metadata, None, None, None)
-    # The method, which Python calls in less time than the object.
-    return Ready(grid[0], between, after, compiled.run.__call__, first)
+    return Ready(lambda stream: partial(run, grid[0], 1, 1, stream, *first), between, after)
 
 
 def _obstacle(compiled: Any) -> str | None:
@@ -89,14 +84,6 @@ def driver() -> tuple[Callable[[], int], Callable[[int], int]]:
     return get_device, active.get_current_stream
 
 
-class LaunchConfig(NamedTuple):
-    """A kernel, its grid, and its arguments but for the first ones, which each launch gives."""
-
-    kernel: Any
-    grid: tuple[int]
-    arguments: dict[str, Any]
-
-
 def compile_side_by_side(launchers: Sequence[Launcher], run: Callable[[], Any]) -> None:
     """Compile the kernels that a run would compile one after the other; it launches nothing meanwhile.
 
@@ -106,7 +93,7 @@ def compile_side_by_side(launchers: Sequence[Launcher], run: Callable[[], Any]) 
         launchers: of the run.
         run: calls each launcher, on operands of its own.
     """
-    count = len([launcher for launcher in launchers if launcher.ready() is None])
+    count = len([launcher for launcher in launchers if launcher.ready is None])
     if count < 2 or knobs.runtime.interpret:
         return
     was = _only_compiles.set(True)
@@ -122,19 +109,22 @@ class Launcher:
 
     A launch gives the kernel's arguments that configurations do not name, in the kernel's order: tensors, tuples of tensors and
     descriptors, then integers.
+
+    Attributes:
+        ready: the compiled kernel for aligned pointers, once there is one.
     """
 
     def __init__(self, configs: Sequence[LaunchConfig]) -> None:
         self.configs = configs
         self._first = 0
-        self._ready: Ready | None = None
+        self.ready: Ready | None = None
 
     def __call__(self, *given: Any) -> None:
         """Launch through Triton's JIT function, which compiles the kernel first."""
         while True:
             kernel, grid, arguments = self.configs[self._first]
             names, is_dry = [name for name in kernel.arg_names if name not in arguments], _only_compiles.get()
-            first = dict(zip(names, map(_in_reals, given), strict=True))
+            first = dict(zip(names, _in_reals(given), strict=True))
             try:
                 compiled = kernel.run(grid=grid, warmup=is_dry, **first, **arguments, **_OPTIONS)  # None by the interpreter
                 if is_dry:
@@ -145,19 +135,15 @@ class Launcher:
                 self._first += 1
                 continue
             # Triton compiles for pointers on a 16-byte boundary or not; the interpreter compiles nothing.
-            if self._ready is None and compiled is not None and all([_is_aligned(g) for g in given]):
+            if self.ready is None and compiled is not None and all([_is_aligned(g) for g in given]):
                 scalars = [name for name, g in zip(names, given, strict=True) if isinstance(g, int)]
-                self._ready = ready_of(compiled, grid, *_around(kernel.arg_names, names, scalars, arguments))
+                self.ready = ready_of(compiled, grid, *_around(kernel.arg_names, names, scalars, arguments))
             return
 
     @property
     def fell_back(self) -> bool:
         """Whether the device has too little shared memory for the first configuration."""
         return self._first > 0
-
-    def ready(self) -> Ready | None:
-        """The compiled kernel for aligned pointers, once there is one."""
-        return self._ready
 
 
 def _around(order: Sequence[str], names: Sequence[str], scalars: Sequence[str], arguments: dict[str, Any]) -> tuple[Any, Any]:
@@ -169,11 +155,10 @@ def _around(order: Sequence[str], names: Sequence[str], scalars: Sequence[str], 
     return between, after
 
 
-def _in_reals(given: Any) -> Any:
-    """Complex tensors as real ones with a dimension of two, which Triton has dtypes for."""
-    if isinstance(given, tuple):
-        return tuple([_in_reals(g) for g in given])
-    return torch.view_as_real(given) if isinstance(given, Tensor) and given.is_complex() else given
+def _in_reals(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same with complex tensors as real ones with a dimension of two, which Triton has dtypes for; also those in tuples."""
+    reals = [torch.view_as_real(g) if isinstance(g, Tensor) and g.is_complex() else g for g in given]
+    return tuple([_in_reals(g) if type(g) is tuple else g for g in reals])
 
 
 def _is_aligned(given: Any) -> bool:

@@ -72,10 +72,6 @@ class Make(NamedTuple):
     strides: tuple[int, ...] | None  # None for a contiguous one
     dtype: torch.dtype | None  # None for the first input's
 
-    def is_small(self, itemsize: int, most: int) -> bool:
-        """Whether it is of the first input's dtype, of this size, and has at most so many bytes."""
-        return self.dtype is None and math.prod(self.shape) * itemsize <= most
-
 
 class Shift(NamedTuple):
     """A place inside a value."""
@@ -128,21 +124,6 @@ class Pool(NamedTuple):
     parts: tuple[tuple[int, int, tuple[int, ...], torch.dtype], ...]
 
 
-class Result(NamedTuple):
-    """A value that is returned, in another shape or as it is."""
-
-    number: int
-    shape: tuple[int, ...] | None
-
-
-class Places(NamedTuple):
-    """The properties of its inputs' addresses that a program depends on."""
-
-    aligned: tuple[tuple[int, bool], ...] = ()  # for some inputs, whether they begin at a 16-byte boundary
-    # for pairs of inputs, and bytes that are added to the second one's address: which is ahead, as `order_of` says
-    orders: tuple[tuple[tuple[int, int, int], int], ...] = ()
-
-
 _POOL: Final = -1  # the number of the pool among a run's tensors
 _MOST_KEPT: Final = 8  # runs of a program: pairs of a stream and scalars
 _FRESH: Final = (torch.mm, torch.bmm)  # functions of torch whose results are no views
@@ -169,8 +150,9 @@ class Program:
         steps: Sequence[Step],
         inputs: Sequence[Tensor],
         pool: Pool,
-        results: Sequence[Result],
-        places: Places,
+        results: Sequence[tuple[int, tuple[int, ...] | None]],
+        aligned: dict[int, bool],
+        orders: dict[tuple[int, int, int], int],
         device: torch.device,
         small: int,
     ) -> None:
@@ -180,8 +162,9 @@ class Program:
             steps: in order.
             inputs: the first values, as tensors without memory.
             pool: of small buffers.
-            results: of the program.
-            places: of the inputs.
+            results: numbers of the values that are returned, each with another shape, or None where it is as it is.
+            aligned: for some inputs, whether they begin at a 16-byte boundary.
+            orders: for pairs of inputs, and bytes that are added to the second one's address: which is ahead, as `order_of` says.
             device: of all values.
             small: bytes of a buffer that may be allocated before its first use, and live until the end.
         """
@@ -194,7 +177,7 @@ class Program:
         self._has_calls = any([step.results is not None for step in steps])
         made = {number for step in steps if step.results and step.run not in _FRESH for number in step.results}
         self._may_view = any([number in made or shape is not None for number, shape in results])  # whether a result may be a view
-        self._aligned, self._orders = places
+        self._aligned, self._orders = tuple(aligned.items()), tuple(orders.items())
         self.has_places = bool(self._aligned or self._orders)
         self._device_type = "cpu" if device.type == "meta" else device.type
         self._runs: dict[Any, Run] = {}  # by the stream and the scalars; of None in place of a stream, by tensors
@@ -250,22 +233,18 @@ class Program:
         key = (None, *map(bits, scalars)) if self.has_scalars else None
         run = self._runs.get(key)
         if run is None:
+            from fastkron_py.runtime.launch import compile_side_by_side
+
             run = _Straight(self, scalars).run()
-            if not self._runs:  # else the kernels are there, whatever the scalars are
-                self._compile(lambda: run(given, scalars))
+            # Side by side before the first run; what calls of torch would see then has not been computed.
+            if not self._runs and not self._has_calls:  # else the kernels are there, whatever the scalars are
+                compile_side_by_side([step.run for step in self._steps], lambda: run(given, scalars))
             self._keep(key, run)
         return run(given, scalars)
 
-    def _compile(self, run: Callable[[], Any]) -> None:
-        """Compile the kernels side by side before the first run; what calls of torch would see then has not been computed."""
-        from fastkron_py.runtime import launch
-
-        if not self._has_calls:
-            launch.compile_side_by_side([step.run for step in self._steps], run)
-
     def _compiled(self, key: Any, scalars: tuple[float, ...]) -> Run | None:
         """The run with compiled kernels, which a first run by tensors sees to where there is a compiler; else None."""
-        launches = [step.run.ready() for step in self._steps if step.results is None]
+        launches = [step.run.ready for step in self._steps if step.results is None]
         is_unaligned = any([shift.nbytes & _ALIGNED for step in self._steps for shift in step.shifts])
         if None in launches or is_unaligned:
             return None
@@ -312,7 +291,8 @@ class _Straight:
         self._views: dict[int, set[View]] = {}  # that torch is handed, of each value; none for one that is made as it is handed
         for view in [view for step in program._steps if step.results is not None for view in step.operands]:
             self._views.setdefault(view.source, set()).add(view)
-        early = [make for step in program._steps for make in step.makes if make.is_small(program._itemsize, program._small)]
+        most = program._small // program._itemsize  # elements
+        early = [make for step in program._steps for make in step.makes if make.dtype is None and math.prod(make.shape) <= most]
         self._kept = {make.number for make in early}
         self._made = [self._layout(make) for make in early]
         for make in early:
@@ -321,7 +301,7 @@ class _Straight:
             self._made.append(((math.ceil(pool.nbytes / program._itemsize),), (1,)))
             self._add(_POOL)
         for number, *_ in pool.parts:
-            self._derive(number)
+            self._slots[number] = len(self._slots)
         self._derivations = [function for step in program._steps for function in self._derived(step)]
         ready = iter(launches or ())
         self._ops = [op for step in program._steps for op in self._ops_of(step, ready)]
@@ -340,12 +320,7 @@ class _Straight:
 
     def _add(self, number: int) -> None:
         """A tensor, and its place among the slots."""
-        self._tensors[number] = len(self._tensors)
-        self._derive(number)
-
-    def _derive(self, number: int) -> None:
-        """A slot that is no tensor's."""
-        self._slots[number] = len(self._slots)
+        self._tensors[number], self._slots[number] = len(self._tensors), len(self._slots)
 
     def _picker(self, numbers: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
         """The function from the slots to a tuple of these values."""
@@ -364,11 +339,11 @@ class _Straight:
             yield None, self._call(step), ()
         else:
             for function in self._derived(step):
-                yield None, partial(_append, function), ()
+                yield None, lambda slots, *_, function=function: slots.append(function(slots)), ()
             rest = [self._patterns[s.index] if isinstance(s, Scalar) else s for s in step.scalars]
             if self._by_address:
                 kernel = next(ready)
-                yield kernel.bound(self._stream), self._picker(step.operands), (*kernel.between, *rest, *kernel.after)
+                yield kernel.launch(self._stream), self._picker(step.operands), (*kernel.between, *rest, *kernel.after)
             else:
                 yield step.run, self._picker(step.operands), tuple(rest)
             drops = drops if self._by_address else [*drops, *[number for number, *_ in (*step.shifts, *step.tuples, *step.descriptors)]]
@@ -422,7 +397,7 @@ class _Straight:
         for one in derived:
             if one[0] not in self._slots and all([source in self._slots for source in _sources(one)]):
                 yield self._derivation(one)
-                self._derive(one[0])
+                self._slots[one[0]] = len(self._slots)
 
     def _derivation(self, derived: Derived) -> Callable[[list[Any]], Any]:
         """The function from the slots to one of these."""
@@ -507,10 +482,6 @@ class _Straight:
             return [t if shape is None else t.view(shape) for t, shape in zip(found, shapes_of_results, strict=True)]
 
         return run
-
-
-def _append(function: Callable[[list[Any]], Any], slots: list[Any], *_: Any) -> None:
-    slots.append(function(slots))
 
 
 def _sources(derived: Derived) -> tuple[int, ...]:

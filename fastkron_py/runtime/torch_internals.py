@@ -321,10 +321,6 @@ def _try_batches() -> bool:
     return shapes == [(3,), (2, 3), (7, 2, 3)] and has_batches(batched) and not has_batches(t) and not is_batching()
 
 
-def _try_precision() -> bool:
-    return bool(precision_getter()("cuda", "matmul") == torch.backends.cuda.matmul.fp32_precision)
-
-
 _TRIALS: Final[dict[str, Callable[[], bool]]] = {
     "guards": _try_guards,
     "dispatch keys": _try_keys,
@@ -334,7 +330,7 @@ _TRIALS: Final[dict[str, Callable[[], bool]]] = {
     "nodes of a backward pass": _try_nodes,
     "graphs that are kept": _try_graphs,
     "batches of gradients": _try_batches,
-    "precision": _try_precision,
+    "precision": lambda: bool(precision_getter()("cuda", "matmul") == torch.backends.cuda.matmul.fp32_precision),
 }
 
 

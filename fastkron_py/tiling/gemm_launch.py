@@ -281,7 +281,7 @@ def add_gemm(
     if b2 is None:
         b = add_rowwise(build, b)
     elif b2.stride() != b.stride() or add_rowwise(build, b) is not b:
-        b, b2 = build.call(_stacked, (b, b2), describe((2, *b.shape), b.dtype))
+        b, b2 = build.call(lambda *both: torch.stack(both), (b, b2), describe((2, *b.shape), b.dtype))
     operands = Operands(a, b, b2, bias, out, pair, pair2, side)
     whole = problem_of(build, operands, call, precision)
     sizes = whole.sizes()
@@ -295,10 +295,6 @@ def add_gemm(
         part = operands.part(span, whole)
         problem = problem_of(build, part, call, precision)
         _add_launch(build, problem, span.tile, part, (tensors, scalars), Overlap(i < last, 0 < i <= last))
-
-
-def _stacked(b: Tensor, b2: Tensor) -> Tensor:
-    return torch.stack([b, b2])
 
 
 def _add_launch(

@@ -13,7 +13,7 @@ import torch
 
 from fastkron_py.kron.families import butterfly, fragments, missing
 from fastkron_py.kron.hadamard import has_launch
-from fastkron_py.runtime import backend
+from fastkron_py.runtime import backend, kernels
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime import gpu as gpus
 from fastkron_py.runtime.checks import DTYPES
@@ -26,7 +26,7 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Answers of this test's own: they are kept for the life of a process."""
-    kept = devices.gluon_kernel, devices.gpu_of, backend._gpu_obstacle
+    kept = kernels.gluon_kernel, devices.gpu_of, backend._gpu_obstacle
     for answer in kept:
         answer.cache_clear()
     yield

@@ -74,7 +74,7 @@ def test_a_kernel_that_is_launched_as_expected(caplog: pytest.LogCaptureFixture)
     ready = ready_of(compiled, (7,), ("stride",), ("constant",))
     assert ready is not None
     assert not compiled.launched  # asking launches nothing
-    ready.launch(ready.grid, 1, 1, 11, *ready.first, "pointer", *ready.between, 5, *ready.after)
+    ready.launch(11)("pointer", *ready.between, 5, *ready.after)
     assert compiled.launched == [(7, 1, 1, 11, 12345, (4, 1, 0), None, None, None, "pointer", "stride", 5, "constant")]
     assert not caplog.records
 

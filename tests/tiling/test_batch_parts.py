@@ -9,7 +9,7 @@ import torch
 
 import fastkron_py
 from fastkron_py import reference
-from fastkron_py.kron import matmul
+from fastkron_py.kron import torch_steps
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import torch_products
 from fastkron_py.tiling.torch_products import batch_parts
@@ -27,15 +27,15 @@ def test_products(threads):
         wide = torch.complex128 if dtype.is_complex else torch.float64
         a, b, z = (torch.randn(count, *sides, dtype=wide).to(dtype) for sides in ((6, 5), (5, 7), (6, 7)))
         truth = a.to(wide) @ b.to(wide)
-        assert_close(matmul.batch_product(a, b), truth)
+        assert_close(torch_steps.batch_product(a, b), truth)
         for epilogue, wanted in (
-            (matmul.PLAIN, truth),
-            (matmul.Epilogue(0.5), 0.5 * truth),
-            (matmul.Epilogue(0.5, 2.0, z), 0.5 * truth + 2 * z.to(wide)),
-            (matmul.Epilogue(0.0, 2.0, z.mT.contiguous().mT), 2 * z.to(wide)),
+            (torch_steps.PLAIN, truth),
+            (torch_steps.Epilogue(0.5), 0.5 * truth),
+            (torch_steps.Epilogue(0.5, 2.0, z), 0.5 * truth + 2 * z.to(wide)),
+            (torch_steps.Epilogue(0.0, 2.0, z.mT.contiguous().mT), 2 * z.to(wide)),
         ):
             out = torch.full((count, 6, 7), float("nan"), dtype=dtype)
-            matmul.product(a, b, out, epilogue)
+            torch_steps.product(a, b, out, epilogue)
             # Of a sum with z little may be left.
             assert_close(out, wanted, magnitude=truth.abs() + 2 * z.to(wide).abs())
 
@@ -43,10 +43,10 @@ def test_products(threads):
 def test_gradients_of_a_recorded_batch(threads):
     torch.manual_seed(0)
     a, b = (torch.randn(5, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(matmul.batch_product, (a, b))
-    assert torch.autograd.gradgradcheck(matmul.batch_product, (a, b))
+    assert torch.autograd.gradcheck(torch_steps.batch_product, (a, b))
+    assert torch.autograd.gradgradcheck(torch_steps.batch_product, (a, b))
     f = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda f, b: matmul.batch_product(f.mT.expand(5, 4, 4), b), (f, b))
+    assert torch.autograd.gradcheck(lambda f, b: torch_steps.batch_product(f.mT.expand(5, 4, 4), b), (f, b))
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
@@ -58,7 +58,7 @@ def test_multiplies(left, small, threads, monkeypatch):
         monkeypatch.setattr("fastkron_py.kron.torch_steps.is_faster", lambda sizes: False)
     monkeypatch.setattr("fastkron_py.kron.cpu.compiled.kernel", lambda itemsize: None)
     cut = []
-    monkeypatch.setattr(matmul, "batch_parts", lambda a, b: cut.append(len(batch_parts(a, b))) or batch_parts(a, b))
+    monkeypatch.setattr(torch_steps, "batch_parts", lambda a, b: cut.append(len(batch_parts(a, b))) or batch_parts(a, b))
     torch.manual_seed(1)
     x = torch.randn(3, 40 * 31, dtype=torch.float64, requires_grad=True)
     factors = [torch.randn(n, n, dtype=torch.float64, requires_grad=True) for n in (40, 31)]

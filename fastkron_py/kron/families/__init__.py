@@ -14,22 +14,17 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.problem import LaunchProblem, Offer, Problem, Segment
+from fastkron_py.runtime.kernels import LaunchConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
-    from torch import Tensor
 
-    from fastkron_py.kron.canonical import Scale
     from fastkron_py.kron.gradient_problem import GradientOffer, GroupProblem
-    from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.gpu import GPU
-    from fastkron_py.runtime.launch import LaunchConfig
 
 
 class Family(Protocol):
-    """A family of kernels.
+    """A family of kernels. It may also have ``refusal(problem)``, why there is no offer at all, and its own `problem.add_launch`, ``add``.
 
     Attributes:
         name: of the family, by which a `Launch` names it.
@@ -46,19 +41,11 @@ class Family(Protocol):
     @property
     def moves_to_front(self) -> bool: ...  # noqa: D102
 
-    def refusal(self, problem: Problem) -> str | None:
-        """Return why there is no offer at all: a GPU, a dtype, or where x lies."""
-
     def offers(self, segment: Segment) -> list[Offer] | str:
         """Return launches of all of a segment, each with its modelled seconds, or the reason why there are none."""
 
     def launch_configs(self, problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
         """Return the configurations of a launch in order of preference."""
-
-    def add(
-        self, build: Builder, problem: LaunchProblem, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale
-    ) -> Tensor:
-        """Add a launch to a program; see `problem.add_launch`."""
 
 
 _GRADIENTS: Final = "_gradients"  # ends the names of modules that backward passes alone import
@@ -103,7 +90,13 @@ def family_of(launch: Launch) -> Family:
 def offers(segment: Segment) -> dict[str, list[Offer] | str]:
     """Return the offers of the families that may make some, by name, or their reasons for none."""
     problem = segment.problem
-    return {family.name: family.refusal(problem) or family.offers(segment) for family in asked(problem)}
+    return {family.name: refusal(family, problem) or family.offers(segment) for family in asked(problem)}
+
+
+def refusal(family: Any, problem: Problem) -> str | None:
+    """Return why a family has no offer at all: a GPU, a dtype, or where x lies."""
+    reason: str | None = family.refusal(problem) if hasattr(family, "refusal") else None
+    return reason
 
 
 def asked(problem: Problem) -> list[Family]:

@@ -9,22 +9,19 @@ An analytical cost model: no timing, no device, no Triton.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import Launch, is_even, steps_of
-from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment
 from fastkron_py.kron.rates import figures
-from fastkron_py.runtime.gpu import HOPPER
+from fastkron_py.runtime.gpu import GPU, HOPPER
+from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-    from fastkron_py.runtime.gpu import GPU
-    from fastkron_py.runtime.launch import LaunchConfig
 
 LANES: Final = 5  # bits of 32 threads
 SINGLE, DOUBLE = 4, 8  # bytes of an element
@@ -182,7 +179,7 @@ def _ends_transform(phase: Phase, vector: int) -> bool:
 name: Final = "small_factors"
 order: Final = 0
 moves_to_front: Final = True
-add: Final = add_launch
+kernel: Final = partial(gluon_kernel, "kron.kernels.butterfly", "_small_factors_fwd_kernel")  # None where this Triton cannot compile it
 
 SIZES: Final = (2, 4, 8)  # rows and columns of a factor
 
@@ -278,13 +275,6 @@ def _ends_product(phase: Phase, vector: int) -> bool:
     return set(range(vector)) <= set(phase.registers) and phase.lanes[0] <= vector + 1
 
 
-def kernel() -> Any:
-    """The kernel, or None where this Triton cannot compile it."""
-    from fastkron_py.runtime.device import gluon_kernel
-
-    return gluon_kernel("kron.kernels.butterfly", "_small_factors_fwd_kernel")
-
-
 def takes(dtype: torch.dtype, gpu: GPU) -> bool:
     """Whether the kernel multiplies this type on a GPU: on those that it was timed on."""
     return gpu.has_wgmma and gpu.is_measured and not dtype.is_complex and dtype.itemsize in (SINGLE, DOUBLE)
@@ -310,8 +300,6 @@ def offers(segment: Segment) -> list[Offer] | str:
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """The one launch of the steps; it has no configurations to tune."""
-    from fastkron_py.runtime.launch import LaunchConfig
-
     strides, (_, rows, before, after) = problem.factor_strides, problem.shape
     found = small_factors(tuple([step.p for step in problem.launch.steps]), problem.itemsize)
     at_once = 1 << found.tile - found.bits

@@ -12,23 +12,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, TileLayout, bits_of, digits_of, without
 from fastkron_py.kron.plan.steps import DOT_SIDE, ChainWork, Ends, Launch, Step, balanced, chain_work, is_even, merged, run_of, steps_of
-from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, ceil
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
+from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
 
 if TYPE_CHECKING:
     import torch
 
-    from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "fragments"
 order: Final = 0
 moves_to_front: Final = True
-add: Final = add_launch
+kernel: Final = partial(gluon_kernel, "kron.hopper.multiply", "_chained_multiply_fwd_kernel")  # None where this Triton cannot compile it
 
 MOST_STEPS: Final = 4
 # Widest step, in a chain and alone: 64 rows of the left operand and of the accumulator fit into a warpgroup's registers.
@@ -164,8 +164,7 @@ def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize
     for m in reversed(range(len(steps))):
         step = steps[m]
         p_pad, q_pad = chained_pad(step.p), chained_pad(step.q)
-        slices = [b for b in reversed(state) if b.mode == SLICE]
-        slices.sort()
+        slices = sorted([b for b in state if b.mode == SLICE])
         modes = sorted((b for b in state if b.mode not in (SLICE, m)), key=lambda b: (-b.mode, b.digit))
         runs = y_runs if m == 0 else x_runs if m == last else False
         preferred = slices + modes if runs else modes + slices
@@ -190,23 +189,12 @@ def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize
             second = Bit(m - 1, digits_of(chained_pad(steps[m - 1].p)) - 1)
         rows = _choose_rows(preferred, vector, second, chosen[-1].warps if chosen else (), num_warps)
         chosen.append(rows)
-        order = [*reversed(rows.ordered()), *reversed(columns)]
-        done.append(
-            ChainedStep(
-                tuple(state.index(b) for b in order),
-                1 << len(rows.ordered()),
-                step.start - steps[0].start,
-                step.stop - steps[0].start,
-                step.p,
-                step.q,
-                p_pad,
-                q_pad,
-                tuple(b.digit for b in columns),
-            )
-        )
+        own, first = rows.ordered(), steps[0].start
+        order, digits = tuple([state.index(b) for b in reversed([*columns, *own])]), tuple([b.digit for b in columns])
+        done.append(ChainedStep(order, 1 << len(own), step.start - first, step.stop - first, step.p, step.q, p_pad, q_pad, digits))
         if not loads:
             loads.append(_layout(loaded, [*columns[:2], *rows.lanes], rows.warps, block_s, x_runs))
-        state = [*reversed(rows.ordered()), *reversed(bits_of(m, q_pad))]
+        state = [*reversed(own), *reversed(bits_of(m, q_pad))]
     store = _layout(stored, [Bit(0, 1), Bit(0, 2), *chosen[-1].lanes], chosen[-1].warps, block_s, y_runs)
     return Fragments(tuple(done), loads[0], store, tuple(state.index(b) for b in stored))
 
@@ -320,19 +308,10 @@ def _launches(ps: tuple[int, ...], qs: tuple[int, ...]) -> list[tuple[Launch, Ch
     return [made for made in found if made[1].width <= SINGLE_WIDTH and made[1].work.widest <= WARP_TILE]
 
 
-def kernel() -> Any:
-    """The register-resident kernel, or None where this Triton cannot compile it."""
-    from fastkron_py.runtime.device import gluon_kernel
-
-    return gluon_kernel("kron.hopper.multiply", "_chained_multiply_fwd_kernel")
-
-
 def gradient_kernels() -> Any:
     """(for one step, for a chain of two) of the backward pass, or None where this Triton cannot compile them."""
-    from fastkron_py.runtime.device import gluon_kernel
-
     step = gluon_kernel("kron.hopper.backward", "_chained_step_bwd_kernel")
-    pair = gluon_kernel("kron.hopper.pair_backward", "_chained_pair_bwd_kernel")
+    pair = gluon_kernel("kron.hopper.backward", "_chained_pair_bwd_kernel")
     return None if step is None or pair is None else (step, pair)
 
 
@@ -385,8 +364,6 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
 
 def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchConfig, ...]:
     """Launch configurations for the register-resident kernel: with tiles of a loop loaded ahead, where they can be, and without."""
-    from fastkron_py.runtime.launch import LaunchConfig
-
     batches, rows, before, after = problem.shape
     steps, common = problem.launch.steps, problem.common
     head, tail = common["HEAD"], common["TAIL"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache, partial
 from itertools import combinations, permutations
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fastkron_py.kron.bits import SLICE, Bases, Bit, Order, TileLayout, bits_of, digits_of, order_of, without
 from fastkron_py.kron.families import fragments
@@ -22,9 +22,7 @@ from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, Gro
 from fastkron_py.kron.plan.steps import DOT_SIDE
 from fastkron_py.kron.problem import WORD, ceil
 from fastkron_py.runtime.gpu import SECTOR_BYTES, VECTOR_BYTES
-
-if TYPE_CHECKING:
-    from fastkron_py.runtime.launch import LaunchConfig
+from fastkron_py.runtime.kernels import LaunchConfig
 
 name: Final = fragments.name
 gradient_order: Final = 10
@@ -556,8 +554,6 @@ def _operand(operand: Operand) -> tuple[Any, ...]:
 
 def _step_launch(problem: GroupProblem, config: GradientConfig) -> LaunchConfig:
     """The launch for a group of one step."""
-    from fastkron_py.runtime.launch import LaunchConfig
-
     p, q = (size // config.neighbours for size in problem.sizes)
     plan = step_gradient(p, q, replace(config, programs=0), problem.addresses["TAIL"], problem.need_x)
     back: tuple[Any, ...] = ()
@@ -586,8 +582,6 @@ def _step_launch(problem: GroupProblem, config: GradientConfig) -> LaunchConfig:
 
 def _pair_launch(problem: GroupProblem, config: GradientConfig) -> LaunchConfig:
     """The launch for a chain of two steps."""
-    from fastkron_py.runtime.launch import LaunchConfig
-
     (p, q), split = problem.step_sizes, problem.split
     plan = pair_gradient(p, q, replace(config, programs=0), problem.addresses["TAIL"])
 

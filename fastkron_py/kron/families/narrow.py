@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
 from fastkron_py.kron.plan.steps import Launch, Step, tile_constants
-from fastkron_py.kron.problem import LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.problem import LaunchProblem, Mode, Offer, Segment, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, VECTOR_BYTES, next_power_of_two
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
-    from fastkron_py.runtime.launch import LaunchConfig
+from fastkron_py.runtime.kernels import LaunchConfig
 
 name: Final = "narrow"
 order: Final = 0
 gradient_order: Final = 0
 moves_to_front: Final = True
-add: Final = add_launch
 
 THREADS: Final = 128
 
@@ -126,11 +122,6 @@ def _spread(num_slices: int, programs: int) -> int:
     return max(THREADS, next_power_of_two(num_slices) // next_power_of_two(programs))
 
 
-def refusal(problem: Problem) -> str | None:
-    """Nothing prevents a launch."""
-    return None
-
-
 def offers(segment: Segment) -> list[Offer] | str:
     """One step of all factors."""
     problem, mode = segment.problem, segment.mode
@@ -152,7 +143,6 @@ def quantities(mode: Mode, step: Step) -> dict[str, float]:
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """The one launch of a step; it has no configurations to tune."""
     from fastkron_py.kron.kernels.narrow import _narrow_multiply_fwd_kernel
-    from fastkron_py.runtime.launch import LaunchConfig
     from fastkron_py.tiling.products import arithmetic
 
     batches, launch = problem.shape[0], problem.launch
@@ -177,8 +167,6 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
 
 def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     """A fused group of one step."""
-    from fastkron_py.kron.gradient_problem import GradientOffer
-
     is_real_step = problem.is_fused and problem.split == 0 and not problem.dtype.is_complex
     if not is_real_step or not is_narrow_gradient(*problem.sizes, problem.itemsize, problem.gpu):
         return f"takes one step of real numbers, of up to {Figures.of(problem.gpu).gradient_width} rows and columns"
@@ -201,9 +189,7 @@ def gradient_quantities(problem: GroupProblem) -> dict[str, float]:
 
 def gradient_launch(problem: GroupProblem) -> GradientLaunch:
     """The gradients of a step in one launch."""
-    from fastkron_py.kron.gradient_problem import GradientLaunch
     from fastkron_py.kron.kernels.narrow import _narrow_multiply_bwd_kernel
-    from fastkron_py.runtime.launch import LaunchConfig
     from fastkron_py.tiling.products import arithmetic
 
     config, groups, (p, q) = gradient_config(problem), problem.shape[0], problem.sizes

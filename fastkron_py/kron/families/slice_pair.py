@@ -6,20 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step, padded, steps_of
-from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment
 from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import GPU, HOPPER
-
-if TYPE_CHECKING:
-    from fastkron_py.runtime.launch import LaunchConfig
+from fastkron_py.runtime.kernels import LaunchConfig
 
 name: Final = "slice_pair"
 order: Final = 0
 moves_to_front: Final = False  # a slice is stored where it was
-add: Final = add_launch
 
 ROWS: Final = 64  # of a warpgroup's product, to which those of the factor on the left are padded
 LEAST_LEFT: Final = ROWS // 2 + 1  # rows and columns of that factor, and of the one on the right:
@@ -316,7 +313,6 @@ def quantities(mode: Mode, steps: Sequence[Step]) -> dict[str, float]:
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """The one launch of the steps; it has no configurations to tune."""
     from fastkron_py.kron.kernels.row_pair import _row_pair_fwd_kernel, store_product, store_quantized
-    from fastkron_py.runtime.launch import LaunchConfig
     from fastkron_py.tiling.products import half_precision
 
     batches, steps, epilogue = problem.shape[0], problem.launch.steps, problem.epilogue

@@ -10,27 +10,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import dropwhile
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
-from fastkron_py.kron.plan.steps import (
-    DOT_SIDE,
-    Launch,
-    merged,
-    padded,
-    steps_of,
-    tile_constants,
-)
-from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.plan.steps import DOT_SIDE, Launch, merged, padded, steps_of, tile_constants
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, next_power_of_two
-
-if TYPE_CHECKING:
-    from fastkron_py.runtime.launch import LaunchConfig
+from fastkron_py.runtime.kernels import LaunchConfig
 
 name: Final = "tile"
 order: Final = 0
 moves_to_front: Final = True
-add: Final = add_launch
 
 # Steps wider than this, in real numbers, loop over blocks of the factor and are not fused. Neighbours are formed up to it: beyond, the
 # extra FLOPs cost more than a step.
@@ -73,7 +63,6 @@ class SingleConfig(NamedTuple):
     programs_per_sm: int
 
 
-Config = SingleConfig | ChainConfig
 _C = TypeVar("_C")
 
 
@@ -219,11 +208,6 @@ def chain_quantities(mode: Mode, launch: Launch, config: ChainConfig) -> dict[st
     )
 
 
-def refusal(problem: Problem) -> str | None:
-    """Nothing prevents a launch."""
-    return None
-
-
 def most_elements(problem: Problem) -> int:
     """Real numbers of the largest tile."""
     return CHAIN_TILE[problem.itemsize]
@@ -231,10 +215,13 @@ def most_elements(problem: Problem) -> int:
 
 def offers(segment: Segment) -> list[Offer] | str:
     """One step of any width, or a chain of several where its tile fits on chip."""
-    problem, found = segment.problem, list[Offer]()
+    problem, mode, found = segment.problem, segment.mode, list[Offer]()
     for launch in _launches(segment.ps, segment.qs, problem.parts):
-        if len(launch.steps) == 1 or (is_chain(launch, problem.itemsize, segment.is_last) and not _spills(launch, problem)):
-            found.append(_offer(segment, launch))
+        if len(launch.steps) == 1:
+            found.append(Offer.of(segment, name, step_quantities(mode, single_configs(mode, launch.parts)[0]), launch))
+        elif is_chain(launch, problem.itemsize, segment.is_last) and not _spills(launch, problem):
+            config = chain_configs(launch, mode, segment.before)[0]
+            found.append(Offer.of(segment, "tile_chain", chain_quantities(mode, launch, config), launch))
     return found or "a chain does not fit on chip"
 
 
@@ -251,18 +238,6 @@ def _spills(launch: Launch, problem: Problem) -> bool:
     return problem.itemsize == 8 and not problem.gpu.has_shared_operands and widest > CHAIN_WIDTH // 2
 
 
-def _offer(segment: Segment, launch: Launch) -> Offer:
-    config = configs(launch, segment.mode, segment.before)[0]
-    if isinstance(config, SingleConfig):
-        return Offer.of(segment, name, step_quantities(segment.mode, config), launch)
-    return Offer.of(segment, "tile_chain", chain_quantities(segment.mode, launch, config), launch)
-
-
-def configs(launch: Launch, mode: Mode, before: int) -> tuple[Config, ...]:
-    """The cost model's configurations of a launch with this number of elements before its modes, the preferred one first."""
-    return chain_configs(launch, mode, before) if len(launch.steps) > 1 else single_configs(mode, launch.parts)
-
-
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """A step or a chain by Triton's kernels."""
     from fastkron_py.tiling.products import arithmetic
@@ -273,13 +248,14 @@ def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     elements = common | {"ACC": acc, "PARTS": parts, "CONJ": problem.conj}
     elements |= {"COMPUTE": compute, "PRECISION": precision, "TRANSPOSED": problem.mode_stride > 0 or common["TAIL"]}
     elements |= _chain_constants(launch, problem.shape[0]) if is_chain else {"P": launch.p, "Q": launch.q}
-    return tuple([_launch_config(problem, elements, c) for c in configs(launch, problem.mode, problem.shape[2])])
+    configs: Sequence[SingleConfig | ChainConfig] = single_configs(problem.mode, parts)
+    configs = chain_configs(launch, problem.mode, problem.shape[2]) if is_chain else configs
+    return tuple([_launch_config(problem, elements, c) for c in configs])
 
 
 def _launch_config(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig | ChainConfig) -> LaunchConfig:
     """The launch configuration of a kernel for one step, or for a chain."""
     from fastkron_py.kron.kernels.sliced_multiply import _fused_multiply_fwd_kernel, _sliced_multiply_fwd_kernel
-    from fastkron_py.runtime.launch import LaunchConfig
 
     batches, launch = problem.shape[0], problem.launch
     num_tiles = batches * math.ceil(common["num_slices"] / config.block_s)

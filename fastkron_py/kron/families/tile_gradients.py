@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fastkron_py.kron.families import tile
 from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
@@ -15,9 +15,7 @@ from fastkron_py.kron.plan.steps import DOT_SIDE, padded, tile_constants
 from fastkron_py.kron.problem import MICROSECOND, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import SECTOR_BYTES, next_power_of_two
-
-if TYPE_CHECKING:
-    from fastkron_py.runtime.launch import LaunchConfig
+from fastkron_py.runtime.kernels import LaunchConfig
 
 name: Final = tile.name
 gradient_order: Final = 20
@@ -87,11 +85,6 @@ def fits(problem: GroupProblem) -> bool:
     return not chain or tile_width(problem) * run <= LARGEST_TILE // max(1, problem.itemsize // 4)
 
 
-def _whole_run(after: int) -> int:
-    """The largest power of two that divides after: tiles of that many slices are runs of memory."""
-    return after & -after
-
-
 def fused_configs(problem: GroupProblem) -> tuple[FusedConfig, ...]:
     """Tiles of a fused kernel, the preferred one first, then those for devices with less shared memory."""
     chain, num_slices, after, gpu, groups = problem.split > 0, problem.num_slices, problem.shape[3], problem.gpu, problem.shape[0]
@@ -101,7 +94,7 @@ def fused_configs(problem: GroupProblem) -> tuple[FusedConfig, ...]:
     least = DOT_SIDE // min(rows_b, rows_a if chain else rows_b, DOT_SIDE)
     tile, width = TILE // max(1, problem.itemsize // 4), tile_width(problem)
     block_s = max(least, min(tile // width, next_power_of_two(num_slices)))
-    sector, run = _sector(problem), _whole_run(after)
+    sector, run = _sector(problem), after & -after  # tiles of the largest power of two that divides after are runs of memory
     if after > 1 and run >= sector:
         block_s = max(block_s, sector) if run > sector else max(least, min(max(block_s, sector), run))
     while block_s > least and math.ceil(num_slices / block_s) * groups < gpu.multiprocessors:
@@ -124,13 +117,8 @@ def fused_configs(problem: GroupProblem) -> tuple[FusedConfig, ...]:
 
 def factor_config(problem: GroupProblem) -> FactorConfig:
     """Tiles and splits of a factor's gradient."""
-    (p, q), itemsize, num_slices, groups, gpu = (
-        (problem.mode.p, problem.mode.q),
-        problem.itemsize,
-        problem.num_slices,
-        problem.shape[0],
-        problem.gpu,
-    )
+    p, q, gpu = problem.mode.p, problem.mode.q, problem.gpu
+    itemsize, num_slices, groups = problem.itemsize, problem.num_slices, problem.shape[0]
     large = itemsize < 8
     block_p, block_q = _factor_block(p, large), _factor_block(q, large)
     wide = block_p * block_q > STEP_WIDTH * STEP_WIDTH
@@ -214,8 +202,7 @@ def fused_launch(problem: GroupProblem, sums: int | None = None) -> GradientLaun
 
 
 def _fused_config(problem: GroupProblem, config: FusedConfig, arguments: dict[str, Any]) -> LaunchConfig:
-    from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
-    from fastkron_py.runtime.launch import LaunchConfig
+    from fastkron_py.kron.kernels.gradients import _fused_multiply_bwd_kernel
 
     arguments = arguments | problem.tiles(config.block_s)
     arguments |= {"SUMS_A": config.sums[0], "SUMS_B": config.sums[1], "num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -249,8 +236,7 @@ def _fused_arguments(problem: GroupProblem) -> dict[str, Any]:
 
 def _factor_launch(problem: GroupProblem, config: FactorConfig) -> GradientLaunch:
     """The gradient of one factor, over splits of the slices."""
-    from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
-    from fastkron_py.runtime.launch import LaunchConfig
+    from fastkron_py.kron.kernels.gradients import _factor_gradient_kernel
     from fastkron_py.tiling.products import arithmetic
 
     groups, (p, q), parts = problem.shape[0], problem.sizes, problem.parts

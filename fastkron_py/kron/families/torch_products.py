@@ -6,10 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from fastkron_py.kron.gradient_problem import SINGLE, GradientLaunch, GradientOffer, GroupProblem
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step
-from fastkron_py.kron.problem import MICROSECOND, WORD, HostWork, LaunchProblem, Memory, Mode, Offer, Problem, Segment, ceil, filled
+from fastkron_py.kron.problem import MICROSECOND, WORD, HostWork, LaunchProblem, Memory, Mode, Offer, Segment, ceil, filled
 from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import VECTOR_BYTES
+from fastkron_py.runtime.kernels import LaunchConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,9 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastkron_py.kron.canonical import Scale
-    from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
     from fastkron_py.runtime.builder import Builder
-    from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "torch_products"
 order: Final = 20
@@ -81,11 +81,6 @@ def _is_aligned(mode: Mode) -> bool:
     return (mode.p % unit == mode.q % unit == 0) if mode.after == 1 else mode.after % unit == 0
 
 
-def _is_aligned_product(mode: Mode) -> bool:
-    """Whether those of a product do; a factor is copied where something comes after the mode, and its rows or columns may (`add`)."""
-    return _is_aligned(mode) and (mode.after == 1 or mode.itemsize > 2 or mode.p % HALF_VECTOR == 0 or mode.q % HALF_VECTOR == 0)
-
-
 def _in_place_quantities(mode: Mode, least: int, is_aligned: bool) -> dict[str, float]:
     """Those of a product and of a gradient in place, where the shorter one of the rows that torch may take long for has this length."""
     moved, is_short = mode.traffic(), mode.after == 1 and least <= _figures(mode).short
@@ -102,7 +97,9 @@ def _in_place_quantities(mode: Mode, least: int, is_aligned: bool) -> dict[str, 
 def matmul_quantities(mode: Mode) -> dict[str, float]:
     """Those of a product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
     count, height = (mode.batches, mode.slices) if mode.after == 1 else (mode.batches * mode.runs, mode.after)
-    of, rounds, is_aligned = _figures(mode), _rounds(mode, count, height), _is_aligned_product(mode)
+    of, rounds = _figures(mode), _rounds(mode, count, height)
+    # A factor is copied where something comes after the mode, and its rows or columns may begin on 16 bytes (`add`).
+    is_aligned = _is_aligned(mode) and (mode.after == 1 or mode.itemsize > 2 or mode.p % HALF_VECTOR == 0 or mode.q % HALF_VECTOR == 0)
     is_odd = mode.itemsize == 2 and not is_aligned and bool(mode.p % 2 or mode.q % 2 or (mode.after > 1 and mode.after % 2))
     tiles, terms = _tiled(mode, count, height, mode.q, mode.p), 0.0 if count > 1 else _terms(mode, mode.p)
     return _in_place_quantities(mode, mode.p, is_aligned) | {
@@ -216,11 +213,6 @@ def multiply_algorithm(mode: Mode) -> str:
     return min(times, key=times.__getitem__)
 
 
-def refusal(problem: Problem) -> str | None:
-    """Nothing prevents a launch."""
-    return None
-
-
 def offers(segment: Segment) -> list[Offer] | str:
     """One factor where it stands."""
     if len(segment.ps) > 1 or not segment.in_place:
@@ -256,8 +248,6 @@ def add(
 
 def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     """The gradient of one factor: by products in place, and by copies where these may be worth their time."""
-    from fastkron_py.kron.gradient_problem import SINGLE, GradientOffer
-
     if problem.is_fused:
         return SINGLE
     quantities = {"matmul": matmul_gradient_quantities(problem.mode)}
@@ -268,6 +258,4 @@ def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
 
 def gradient_launch(algorithm: str) -> GradientLaunch:
     """No launch, but how torch multiplies (`kron.matmul_step`)."""
-    from fastkron_py.kron.gradient_problem import GradientLaunch
-
     return GradientLaunch((), 1, algorithm=algorithm)

@@ -8,23 +8,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.families import tile
+from fastkron_py.kron.gradient_problem import SINGLE, GradientLaunch, GradientOffer, GroupProblem
 from fastkron_py.kron.plan.steps import Launch, Step, is_even
-from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, WORD, LaunchProblem, Mode, Offer, Problem, Segment, add_launch, ceil
+from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, WORD, LaunchProblem, Mode, Offer, Problem, Segment, ceil
 from fastkron_py.kron.rates import figures
-from fastkron_py.runtime.gpu import VECTOR_BYTES
+from fastkron_py.runtime.gpu import GPU, VECTOR_BYTES
+from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
 
 if TYPE_CHECKING:
     import torch
-
-    from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
-    from fastkron_py.runtime.gpu import GPU
-    from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "wgmma"
 order: Final = 10
 gradient_order: Final = 30
 moves_to_front: Final = True
-add: Final = add_launch
+kernel: Final = partial(gluon_kernel, "kron.hopper.wide", "_wide_product_kernel")  # None where this Triton cannot compile it
 
 # Of a thread that holds sums, and of those that bring the left and the right operand, or copy the left one.
 _REGISTERS: Final = (160, 96, 96)
@@ -117,13 +115,6 @@ def gradient_config(mode: Mode) -> WideConfig:
     return _wgmma(mode, mode.p, mode.q, mode.slices, mode.gpu.multiprocessors, slowdown)
 
 
-def kernel() -> Any:
-    """The kernel, or None where this Triton cannot compile it."""
-    from fastkron_py.runtime.device import gluon_kernel
-
-    return gluon_kernel("kron.hopper.wide", "_wide_product_kernel")
-
-
 def takes(dtype: torch.dtype, gpu: GPU) -> bool:
     """Whether the kernel multiplies this type on a GPU."""
     return gpu.has_wgmma and not dtype.is_complex and dtype.itemsize <= 4
@@ -207,8 +198,6 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
 
 def gradient_offers(problem: GroupProblem) -> list[GradientOffer] | str:
     """The gradient of one factor."""
-    from fastkron_py.kron.gradient_problem import SINGLE, GradientOffer
-
     if problem.is_fused:
         return SINGLE
     if not takes(problem.dtype, problem.gpu) or kernel() is None:
@@ -234,7 +223,6 @@ def gradient_quantities(problem: GroupProblem) -> dict[str, float]:
 
 def gradient_launch(problem: GroupProblem) -> GradientLaunch:
     """The launch of a factor's gradient, over splits of the slices."""
-    from fastkron_py.kron.gradient_problem import GradientLaunch
     from fastkron_py.kron.kernels.epilogues import epilogue_plain
 
     mode, addresses, (_, rows, before, after) = problem.mode, problem.addresses, problem.shape
@@ -296,7 +284,6 @@ def _launch(
     arguments: dict[str, Any],
     slices: Mapping[str, Any],
 ) -> LaunchConfig:
-    from fastkron_py.runtime.launch import LaunchConfig
 
     height, width, depth = sizes
     head, tail = slices["HEAD"], slices["TAIL"]

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.bits import Bit, bits_of, digits_of
 from fastkron_py.kron.plan.steps import DOT_SIDE, HALF_VECTOR, Launch, Step, steps_of
-from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment, add_launch
+from fastkron_py.kron.problem import MICROSECOND, LaunchProblem, Mode, Offer, Problem, Segment
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, HOPPER, VECTOR_BYTES
+from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
 
 if TYPE_CHECKING:
     import torch
 
-    from fastkron_py.runtime.launch import LaunchConfig
 
 name: Final = "whole_row"
 order: Final = 0
 moves_to_front: Final = False  # a row is stored where it was
-add: Final = add_launch
+kernel: Final = partial(gluon_kernel, "kron.hopper.whole_row", "_whole_row_fwd_kernel")  # None where this Triton cannot compile it
 
 SIDES: Final = (16, 32)  # rows and columns of a step; of square ones also the widths in SQUARES, which are of A, M and C
 SQUARES: Final = ((16, 32, 64), (8, 16, 32), (16, 32, 64))
@@ -309,13 +310,6 @@ def _result_bases(sizes: Sequence[int], warps: int) -> tuple[Bases, Bases, Bases
     return own + [[8 << i, 0] for i in range(digits_of(qa) - VECTOR_BITS)], lanes, wide
 
 
-def kernel() -> Any:
-    """The kernel, or None where this Triton cannot compile it."""
-    from fastkron_py.runtime.device import gluon_kernel
-
-    return gluon_kernel("kron.hopper.whole_row", "_whole_row_fwd_kernel")
-
-
 def takes(dtype: torch.dtype, gpu: GPU) -> bool:
     """Whether the kernel multiplies this type on a GPU."""
     return gpu.has_wgmma and dtype.itemsize == HALF_BYTES
@@ -346,8 +340,6 @@ def offers(segment: Segment) -> list[Offer] | str:
 
 def launch_configs(problem: LaunchProblem) -> tuple[LaunchConfig, ...]:
     """The one launch of the steps; it has no configurations to tune."""
-    from fastkron_py.runtime.launch import LaunchConfig
-
     batches, steps = problem.shape[0], problem.launch.steps
     made, sizes = whole_row_config(steps), sizes_of(steps)
     programs = min(problem.num_slices, math.ceil(problem.gpu.multiprocessors * made.programs_per_sm / batches))

@@ -156,19 +156,15 @@ def _warp_product(
 
 
 @gluon.jit
-def _step(
-    t,
-    high,
-    low,
-    STEPS: gl.constexpr,
-    INDEX: gl.constexpr,
-    WARPS: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    THREE: gl.constexpr,
-    ROUND: gl.constexpr,
-    GUARD: gl.constexpr,
-):
-    """Step INDEX: the tile's index bits put in order, then its product, whose accumulator is the next step's tile."""
+def _step(t, high, low, STEPS: gl.constexpr, INDEX: gl.constexpr, OPTIONS: gl.constexpr, GUARD: gl.constexpr):
+    """Step INDEX: the tile's index bits put in order, then its product, whose accumulator is the next step's tile.
+
+    OPTIONS are the kernel's WARPS, WARPGROUP, THREE and ROUND.
+    """
+    WARPS: gl.constexpr = OPTIONS[0]
+    WARPGROUP: gl.constexpr = OPTIONS[1]
+    THREE: gl.constexpr = OPTIONS[2]
+    ROUND: gl.constexpr = OPTIONS[3]
     Q: gl.constexpr = _field(STEPS, INDEX, Q_PAD)
     P: gl.constexpr = _field(STEPS, INDEX, P_PAD)
     TO: gl.constexpr = _field(STEPS, INDEX, ORDER)
@@ -197,19 +193,10 @@ def _step(
 
 
 @gluon.jit
-def _run_steps(
-    t,
-    halves,
-    STEPS: gl.constexpr,
-    WARPS: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    THREE: gl.constexpr,
-    ROUND: gl.constexpr,
-    GUARD: gl.constexpr,
-):
+def _run_steps(t, halves, STEPS: gl.constexpr, OPTIONS: gl.constexpr, GUARD: gl.constexpr):
     """All steps of a tile; halves are those of each step's factor, one after the other."""
     for n in gl.static_range(len(STEPS)):
-        t = _step(t, halves[2 * n], halves[2 * n + 1], STEPS, n, WARPS, WARPGROUP, THREE, ROUND, GUARD and n > 0)
+        t = _step(t, halves[2 * n], halves[2 * n + 1], STEPS, n, OPTIONS, GUARD and n > 0)
     return t
 
 
@@ -258,6 +245,7 @@ def _chained_multiply_fwd_kernel(
     TILE: gl.constexpr = make_tile(
         LOAD, STORE, STORE_ORDER, P_SIZES, P_PADS, Q_SIZES, Q_PADS, PADDED, STRIDES, BLOCK_S, HEAD, TAIL, RUN, EVEN
     )
+    OPTIONS: gl.constexpr = (WARPS, WARPGROUP, THREE, ROUND)
     blocks_s = gl.cdiv(num_slices, BLOCK_S)
     batch = (gl.program_id(0) // blocks_s).to(gl.int64)
     first = (gl.program_id(0) % blocks_s).to(gl.int64) * BLOCK_S
@@ -285,10 +273,10 @@ def _chained_multiply_fwd_kernel(
                     fetch_tile(buffer, x_ptr, x_strides, (batch, ahead, num_slices, before, after), TILE, WARPS)
             else:
                 t = load_tile(x_ptr, x_strides, (batch, first, num_slices, before, after), TILE)
-            acc = _run_steps(t, halves, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
+            acc = _run_steps(t, halves, STEPS, OPTIONS, PADDED)
             place = (batch, first, num_slices, before, after)
             store_tile(acc, (z_ptr, y_ptr), (z_strides, y_strides), (alpha, beta), place, num_tiles, TILE, EPILOGUE)
     else:
-        acc = _run_steps(t, halves, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
+        acc = _run_steps(t, halves, STEPS, OPTIONS, PADDED)
         place = (batch, first, num_slices, before, after)
         store_tile(acc, (z_ptr, y_ptr), (z_strides, y_strides), (alpha, beta), place, num_tiles, TILE, EPILOGUE)

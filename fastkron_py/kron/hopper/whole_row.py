@@ -158,19 +158,10 @@ def _multiply_mode(f, scale, t, Q: gl.constexpr, COLUMNS: gl.constexpr, WARPS: g
 
 @gluon.jit
 def _store(
-    y,
-    y_row,
-    z_row,
-    z_stride,
-    alpha,
-    beta,
-    SLICE: gl.constexpr,
-    LAYOUTS: gl.constexpr,
-    SIZES: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    EPILOGUE: gl.constexpr,
+    y, y_row, addend, SLICE: gl.constexpr, LAYOUTS: gl.constexpr, SIZES: gl.constexpr, COLUMNS: gl.constexpr, EPILOGUE: gl.constexpr
 ):
-    """Epilogue a slice of the result's columns, and store it."""
+    """Epilogue a slice of the result's columns, with an addend (z_row, z_stride, alpha, beta), and store it."""
+    z_row, z_stride, alpha, beta = addend
     QA: gl.constexpr = SIZES[1]
     B: gl.constexpr = SIZES[2]
     QM: gl.constexpr = SIZES[4]
@@ -275,4 +266,4 @@ def _whole_row_fwd_kernel(
         seen = seen_as(t, [PA, B * WIDTH], _shared(LAYOUTS, T_FOR_A))
         for k in gl.static_range(SLICES):
             y = _multiply_mode(a, scale_a, seen.slice(k * COLUMNS, COLUMNS, dim=1), QA, COLUMNS, WARPS)
-            _store(y, y_row, z_row, z_strides[3], alpha, beta, k, LAYOUTS, SIZES, COLUMNS, EPILOGUE)
+            _store(y, y_row, (z_row, z_strides[3], alpha, beta), k, LAYOUTS, SIZES, COLUMNS, EPILOGUE)

@@ -9,7 +9,7 @@ memory, splits it for three-pass TF32 and stores it with k innermost, as tensor 
 or in float32, where runs begin on 16 bytes, copies it by cp.async. The multiplying warpgroups load a copied left operand from
 shared memory to registers and split it there: its traffic in shared memory is a third of that of two stored halves.
 
-Gluon has no interpreter: `kernels.sliced_multiply` and `kernels.factor_gradient` hold the same sums in plain Triton.
+Gluon has no interpreter: `kernels.sliced_multiply` and `kernels.gradients` hold the same sums in plain Triton.
 """
 
 from triton.experimental import gluon
@@ -191,21 +191,9 @@ def _sum(ring, step, count, WIDTH: gl.constexpr, RING: gl.constexpr, HALF: gl.co
 
 
 @gluon.jit
-def _multiply(
-    result,
-    slices,
-    sizes,
-    ring,
-    IS_SLICES: gl.constexpr,
-    WHERE: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    RING: gl.constexpr,
-    HALF: gl.constexpr,
-):
+def _multiply(result, slices, sizes, ring, OPTIONS: gl.constexpr, BLOCKS: gl.constexpr, RING: gl.constexpr, HALF: gl.constexpr):
     """One warpgroup, with one half of each tile's rows: products of the ring's tiles."""
     BLOCK_N: gl.constexpr = BLOCKS[1]
-    OPTIONS: gl.constexpr = (IS_SLICES, WHERE, EPILOGUE)
     step = gl.program_id(0) * 0
     for item in range(gl.program_id(0), sizes[5], gl.num_programs(0)):
         row, column, batch, split, _, count = _part_of(item, sizes, BLOCKS)
@@ -287,13 +275,14 @@ def _wide_product_kernel(
     RING: gl.constexpr = (STAGES, FLUSH, PRECISION, IS_COPIED)
     LEFT: gl.constexpr = (0, IS_SLICES[0], IS_SLICES[1], ALONG_ROWS[0], STRIDES[0], VECTORS[0], WHERE, WHERE_K, DIVISOR)
     RIGHT: gl.constexpr = (1, IS_SLICES[2], IS_SLICES[3], ALONG_ROWS[1], STRIDES[1], VECTORS[1], WHERE, WHERE_K, DIVISOR)
+    RESULT: gl.constexpr = (IS_SLICES, WHERE, EPILOGUE)
     result = (out_ptr, z_ptr, out_strides, z_strides, alpha, beta)
     lefts = (left_ptr, left_strides, k_strides[0])
     rights = (right_ptrs[0], right_strides, k_strides[1])
     gl.warp_specialize(
         [
-            (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, RING, 0)),
-            (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, RING, 1)),
+            (_multiply, (result, slices, sizes, ring, RESULT, BLOCKS, RING, 0)),
+            (_multiply, (result, slices, sizes, ring, RESULT, BLOCKS, RING, 1)),
             (_copy if IS_COPIED else _bring, (lefts, slices, sizes, (left, left_low, full, empty), LEFT, BLOCKS, RING)),
             (_bring, (rights, slices, sizes, (right, right_low, full, empty), RIGHT, BLOCKS, RING)),
         ],

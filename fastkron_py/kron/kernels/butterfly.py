@@ -10,16 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from fastkron_py.kron.hopper.tile import in_order, twos
+from fastkron_py.kron.hopper.tile import in_order, item, twos
 from fastkron_py.tiling.addresses import scalar
 
 REGISTERS, LANES, WARPS, MODES = (gl.constexpr(i) for i in range(4))  # fields of a phase
-
-
-@gluon.constexpr_function
-def item(values, i):
-    """One of several constants."""
-    return values[i]
 
 
 @gluon.constexpr_function

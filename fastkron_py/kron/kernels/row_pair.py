@@ -223,10 +223,7 @@ def _without_padding(mixed, FIRST: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.c
 def _store_part(
     y,
     y_ptr,
-    z_ptr,
-    z_stride,
-    alpha,
-    beta,
+    addend,
     PARTS: tl.constexpr,
     AT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -234,7 +231,8 @@ def _store_part(
     SIZES: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Store a part of a matrix of the result, with z; as in `_load_part`."""
+    """Store a part of a matrix of the result, with an addend (z_ptr, z_stride, alpha, beta); as in `_load_part`."""
+    z_ptr, z_stride, alpha, beta = addend
     INSIDE: tl.constexpr = _is_inside(PARTS[AT], y.shape[0], TRANSPOSED, SIZES)
     row, column = _in_memory(PARTS, AT, y.shape[0], TRANSPOSED)
     mask = (row < SIZES[0]) & (column < SIZES[1])
@@ -248,21 +246,11 @@ def _store_part(
 
 @triton.jit
 def store_product(
-    ys,
-    y_ptr,
-    z_ptr,
-    z_stride,
-    alpha,
-    beta,
-    PARTS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    STEP: tl.constexpr,
-    SIZES: tl.constexpr,
-    EPILOGUE: tl.constexpr,
+    ys, y_ptr, addend, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, STEP: tl.constexpr, SIZES: tl.constexpr, EPILOGUE: tl.constexpr
 ):
-    """Store the parts of a matrix of the result, with z."""
+    """Store the parts of a matrix of the result, with an addend as in `_store_part`."""
     for j in tl.static_range(len(PARTS)):
-        _store_part(ys[j], y_ptr, z_ptr, z_stride, alpha, beta, PARTS, j, TRANSPOSED, STEP, SIZES, EPILOGUE)
+        _store_part(ys[j], y_ptr, addend, PARTS, j, TRANSPOSED, STEP, SIZES, EPILOGUE)
 
 
 @triton.jit
@@ -276,22 +264,13 @@ def _store_values(ys, scale, y_ptr, PARTS: tl.constexpr, TRANSPOSED: tl.constexp
 
 @triton.jit
 def store_quantized(
-    ys,
-    y_ptr,
-    scale_ptr,
-    z_stride,
-    alpha,
-    beta,
-    PARTS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    STEP: tl.constexpr,
-    SIZES: tl.constexpr,
-    EPILOGUE: tl.constexpr,
+    ys, y_ptr, addend, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, STEP: tl.constexpr, SIZES: tl.constexpr, EPILOGUE: tl.constexpr
 ):
     """Store a slice, which is a row of the result, as small numbers, and its scale in z's place.
 
     Elements in the padding are 0, or not finite where elements of the row are not either.
     """
+    scale_ptr, _z_stride, alpha, _beta = addend
     largest = largest_by_row(ys[0])
     for j in tl.static_range(1, len(PARTS)):
         largest = tl.maximum(largest, largest_by_row(ys[j]))
@@ -369,6 +348,6 @@ def _row_pair_fwd_kernel(
                 us, scale = _in_halves(us, COUNT, HALF, True)
                 ys = _second_product(us, right, scale * (scale_left * scale_right), HALF, COUNT, len(Q_PARTS), PRECISION)
                 at = (turn + k) * Y_SIZES[1]
-                z_k = z_slice + at * z_strides[3]
-                STORE(ys, y_slice + at, z_k, z_strides[3], alpha, beta, Q_PARTS, TRANSPOSED, Y_SIZES[1] * MIDDLE, Y_SIZES, EPILOGUE)
+                addend = (z_slice + at * z_strides[3], z_strides[3], alpha, beta)
+                STORE(ys, y_slice + at, addend, Q_PARTS, TRANSPOSED, Y_SIZES[1] * MIDDLE, Y_SIZES, EPILOGUE)
             mixed = _zeros(PADS[1], P_PARTS, SUMS)

@@ -1,4 +1,4 @@
-"""Linear algebra of ``K = F1 (x) ... (x) FN``, factor by factor, on lists of torch tensors.
+"""Linear algebra of ``K = F1 (x) ... (x) FN``, factor by factor, on lists of torch tensors; products with Kronecker sums.
 
 Every function takes the factors as ``[*batch_i, P_i, Q_i]`` with batches that broadcast, or as integers n for
 identities I_n, one of them a tensor at least; none builds K but `dense`.
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from fastkron_py.kron.checks import Factor, broadcast_batch, is_identity, right_hand_side, shape_of
+from fastkron_py.kron.api import kron_matmul, kron_matmul_left
+from fastkron_py.kron.checks import Factor, Shape, broadcast_batch, is_identity, right_hand_side, shape_of
 from fastkron_py.kron.modes import Columns
 from fastkron_py.kron.torch_steps import multiplied_out
+from fastkron_py.runtime.checks import dtype_names
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _LINALG_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -71,15 +73,16 @@ def built(factors: Sequence[Factor]) -> list[Tensor]:
     return [f if isinstance(f, Tensor) else torch.eye(f, dtype=like.dtype, device=like.device) for f in factors]
 
 
-def per_factor(factors: Sequence[Factor], what: str, function: Callable[[Tensor], Any]) -> list[Any]:
-    """Apply one of torch's matrix functions to every factor but identities; its failures name the factor.
+def per_factor(factors: Sequence[Factor], what: str, function: Callable[[Tensor], Any], square: bool = True) -> list[Any]:
+    """Apply one of torch's matrix functions to every factor but identities; its failures name the factor. Square: of square ones only.
 
     Raises:
         TypeError: a dtype that torch's linear algebra does not take.
         ValueError: a factor that is not square.
         torch.linalg.LinAlgError: the function failed, for a singular or indefinite factor say.
     """
-    check_square(factors, what)
+    if square:
+        check_square(factors, what)
     check_linalg_dtype(factors, what)
     return [_named(i, f, function) if isinstance(f, Tensor) else f for i, f in enumerate(factors)]
 
@@ -88,8 +91,7 @@ def check_linalg_dtype(factors: Sequence[Factor], what: str) -> None:
     """Raise TypeError for 16-bit floats, which torch's linear algebra does not take."""
     dtype = matrices(factors)[0].dtype
     if dtype not in _LINALG_DTYPES:
-        expected = ", ".join(str(d).removeprefix("torch.") for d in _LINALG_DTYPES)
-        raise type_error("factors", f"a dtype among {expected} for {what}", dtype)
+        raise type_error("factors", f"a dtype among {dtype_names(_LINALG_DTYPES)} for {what}", dtype)
 
 
 def _named(i: int, f: Tensor, function: Callable[[Tensor], Any]) -> Any:
@@ -298,11 +300,6 @@ def _det(f: Tensor, is_singular: Tensor) -> Tensor:
     return found - torch.where(is_singular, found.detach(), 0.0)  # which rounding made of 0
 
 
-def inverse(factors: Sequence[Factor]) -> list[Factor]:
-    """Factors of the inverse: the inverses of the factors."""
-    return per_factor(factors, "inverse", torch.linalg.inv)
-
-
 def check_rcond(rcond: Any) -> None:
     """Raise TypeError or ValueError unless it is None or a number from 0 to 1."""
     if rcond is not None and (isinstance(rcond, bool) or not isinstance(rcond, numbers.Real)):
@@ -313,27 +310,17 @@ def check_rcond(rcond: Any) -> None:
 
 def pinv(factors: Sequence[Factor], rcond: float | None) -> list[Factor]:
     """Factors of the pseudo-inverse: the pseudo-inverses of the factors."""
-    check_linalg_dtype(factors, "pinv")
-    return [_named(i, f, partial(torch.linalg.pinv, rtol=rcond)) if isinstance(f, Tensor) else f for i, f in enumerate(factors)]
+    return per_factor(factors, "pinv", partial(torch.linalg.pinv, rtol=rcond), square=False)
 
 
 def svd(factors: Sequence[Factor]) -> tuple[list[Factor], Tensor, list[Factor]]:
     """Factors of U, singular values ``[*batch, prod min(P_i, Q_i)]`` in Kronecker order, and factors of ``V^H``."""
-    check_linalg_dtype(factors, "svd")
-
-    def parts(i: int, f: Factor) -> Any:
-        return _named(i, f, partial(torch.linalg.svd, full_matrices=False)) if isinstance(f, Tensor) else (f, ones(f, factors).real, f)
-
-    us, values, vhs = zip(*[parts(i, f) for i, f in enumerate(factors)], strict=True)
+    parts = per_factor(factors, "svd", partial(torch.linalg.svd, full_matrices=False), square=False)
+    us, values, vhs = zip(*[(part, ones(part, factors).real, part) if is_identity(part) else part for part in parts], strict=True)
     return list(us), kron_vectors(values), list(vhs)
 
 
-def cholesky(factors: Sequence[Factor], jitter: Any) -> list[Factor]:
-    """Factors of the Cholesky factor: lower triangular ones."""
-    return per_factor(factors, "cholesky", partial(_cholesky, jitter=jitter))
-
-
-def _cholesky(f: Tensor, jitter: Any) -> Tensor:
+def cholesky(f: Tensor, jitter: Any) -> Tensor:
     """The Cholesky factor of a positive semi-definite matrix; a singular one has no derivatives."""
     f = f if isinstance(jitter, float) and jitter == 0 else f + jitter * torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
     try:
@@ -396,21 +383,13 @@ def multiply(left: Sequence[Factor], right: Sequence[Factor]) -> list[Factor]:
     return [b if not isinstance(a, Tensor) else a @ b if isinstance(b, Tensor) else a for a, b in zip(left, right, strict=True)]
 
 
-def solve(factors: Sequence[Factor], b: Tensor) -> Tensor:
-    """The x of ``K x = b``, by one solve with each factor.
+def solver(factors: Sequence[Factor], b: Tensor) -> Callable[[Sequence[Factor], Tensor], Tensor]:
+    """From factors and a right-hand side to the x of ``K x = b``, contiguous, by one solve with each factor.
 
     Args:
-        factors: square, ``[*batch_i, P_i, P_i]``, or integers.
-        b: ``[n]`` or ``[*batch, n, M]`` with ``n = prod P_i``.
-
-    Returns:
-        ``[*batch, n]`` or ``[*batch, n, M]``, contiguous.
+        factors: square, ``[*batch_i, P_i, P_i]``, or integers: as all that the function is called with; they are checked here and no more.
+        b: ``[n]`` or ``[*batch, n, M]`` with ``n = prod P_i``: likewise.
     """
-    return solver(factors, b)(factors, b)
-
-
-def solver(factors: Sequence[Factor], b: Tensor) -> Callable[[Sequence[Factor], Tensor], Tensor]:
-    """`solve` for arguments like these, which are checked here and no more."""
     check_square(factors, "solve")
     check_linalg_dtype(factors, "solve")
     identities = Columns.of(factors)
@@ -433,7 +412,7 @@ def solver(factors: Sequence[Factor], b: Tensor) -> Callable[[Sequence[Factor], 
 
 
 def _solve_modes(factors: Sequence[Factor], b: Tensor) -> Tensor:
-    """`solve` without the identities, for b ``[*batch, n, C]`` with every batch dimension in place.
+    """`solver` without the identities, for b ``[*batch, n, C]`` with every batch dimension in place.
 
     The mode to be solved is kept in front: after each solve the modes move round by one place, and after
     all of them only the columns stand before the modes.
@@ -448,3 +427,79 @@ def _solve_modes(factors: Sequence[Factor], b: Tensor) -> Tensor:
         x = x.reshape(*batch, size, n * columns // size if size else 0)
         x = _named(i, f, partial(torch.linalg.solve, B=x)).mT
     return x.reshape(*batch, columns, n).mT
+
+
+# ---- sums of products that differ in one factor: one mode of x after the other, into one accumulator -----------------------------
+
+# Elements of x, from which on the passes that are spared take longer than making a small matrix: on CPUs, and on GPUs, where that is some
+# twenty microseconds of small launches (measured on an H200).
+LARGE: Final = 1 << 16
+LARGE_ON_GPU: Final = 1 << 22
+# Widths of neighbours that are summed up to one matrix, on GPUs, and on CPUs and of complex numbers: products with wider ones take longer
+# than the passes that they spare.
+WIDEST: Final = 64
+NARROWER: Final = 16
+
+
+def terms(factors: Sequence[Factor], masses: Sequence[Factor]) -> list[list[Factor]]:
+    """The factors of each term of a Kronecker sum: its own, and masses or identities for the other modes."""
+    units = masses or [shape_of(f)[-1] for f in factors]
+    return [[*units[:i], f, *units[i + 1 :]] for i, f in enumerate(factors)]
+
+
+def merged(factors: Sequence[Factor], masses: Sequence[Factor], widest: int) -> tuple[list[Factor], list[Factor]]:
+    """The same sum of fewer terms: neighbours whose sizes multiply to at most `widest` become one matrix, their own Kronecker sum."""
+    groups: list[list[int]] = []
+    for i, f in enumerate(factors):
+        last = groups[-1] if groups else []
+        sizes = [shape_of(factors[j])[-1] for j in (*last, i)]
+        if last and math.prod(sizes) <= widest and isinstance(f, Tensor) and isinstance(factors[last[-1]], Tensor):
+            last.append(i)
+        else:
+            groups.append([i])
+    found, weights = list[Factor](), list[Factor]()
+    for first, *others in groups:
+        span = slice(first, first + 1 + len(others))
+        own, units = factors[span], masses[span]
+        if not others:
+            found.extend(own)
+            weights.extend(units)
+            continue
+        found.append(reduce(torch.add, map(dense, terms(own, units))))
+        if masses:
+            is_unit = not any(isinstance(u, Tensor) for u in units)
+            weights.append(math.prod([shape_of(u)[-1] for u in units]) if is_unit else dense(units))
+    return found, weights
+
+
+def sum_matmul(factors: Sequence[Factor], masses: Sequence[Factor], x: Tensor, left: bool) -> Tensor:
+    """``(sum_i M1 (x) ... (x) F_i (x) ... (x) MN) @ x``, or x times it.
+
+    Args:
+        factors: ``[*batch_i, P_i, P_i]``, or integers for identities.
+        masses: one for each factor, ``[*batch_i, P_i, P_i]`` or integers; none for identities.
+        x: ``[*batch, n, M]`` (left) or ``[*batch, M, n]``.
+        left: the sum stands to the left of x.
+    """
+    batch = broadcast_batch([tuple(x.shape[:-2]), *[shape_of(f)[:-2] for f in (*factors, *masses)]], "x, factors")
+    x = x.expand(*batch, *x.shape[-2:])
+    if x.numel() >= (LARGE_ON_GPU if x.is_cuda else LARGE):
+        factors, masses = merged(factors, masses, WIDEST if x.is_cuda and not x.is_complex() else NARROWER)
+    sizes = [shape_of(f)[-1] for f in factors]
+    rows, columns = (1, x.shape[-1]) if left else (x.shape[-2], 1)
+
+    def term(i: int, z: Tensor | None) -> Tensor:
+        f, beta = factors[i], 0.0 if z is None else 1.0
+        if masses:
+            own = terms(factors, masses)[i]
+            return kron_matmul_left(own, x, z=z, beta=beta) if left else kron_matmul(x, own, z=z, beta=beta)
+        if not isinstance(f, Tensor):
+            return x if z is None else z + x.to(z.dtype)
+        modes: Shape = (*batch, rows * math.prod(sizes[:i]), sizes[i], math.prod(sizes[i + 1 :]) * columns)
+        z, f = None if z is None else z.reshape(modes), (f if left else f.mT).unsqueeze(-3)
+        return kron_matmul_left([f], x.reshape(modes), z=z, beta=beta).reshape(x.shape)
+
+    total = term(0, None)
+    for i in range(1, len(factors)):
+        total = term(i, total)
+    return total

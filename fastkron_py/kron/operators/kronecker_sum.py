@@ -20,8 +20,8 @@ from fastkron_py.kron.checks import (
     shape_of,
 )
 from fastkron_py.kron.operators import algebra, spectral
+from fastkron_py.kron.operators.algebra import sum_matmul, terms
 from fastkron_py.kron.operators.lazy import ProductOrSum, check_arrays, numbered
-from fastkron_py.kron.operators.modes import sum_matmul, terms
 from fastkron_py.kron.operators.pencil import check_hermitian, combined, eigenbasis, reduced
 from fastkron_py.kron.operators.product import KroneckerProduct
 from fastkron_py.runtime.errors import value_error

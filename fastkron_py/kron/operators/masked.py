@@ -68,16 +68,6 @@ def masked(product: LazyOperator, rows: Any, columns: Any) -> MaskedKroneckerPro
     return MaskedKroneckerProduct(product, of_rows, None if columns is None else kept_points(columns, q, "columns", device))
 
 
-def _check_points(t: Tensor, dim: int, count: int, name: str) -> None:
-    """Raise ValueError unless a dimension has this number of points."""
-    if t.ndim == 0 or t.shape[dim] != count:
-        raise value_error(name, f"dimension {dim} of size {count}, the number of points that are kept", f"shape {tuple(t.shape)}")
-
-
-def _zero(s: Tensor) -> Tensor:
-    return s.new_zeros(1)
-
-
 def _median(s: Tensor) -> Tensor:
     """``[*batch, 1]``, without derivatives."""
     ordered = s.detach().real.sort(-1).values  # torch's median on a GPU is not deterministic
@@ -136,7 +126,7 @@ class MaskedKroneckerProduct(Solvable):
         of_whole, s = (arrays, None) if self._s is None else (arrays[:-1], arrays[-1])
         return MaskedKroneckerProduct(self._without_s._with(of_whole), self._rows, self._columns, s)
 
-    def _whole(self, elsewhere: Callable[[Tensor], Tensor] = _zero) -> Any:
+    def _whole(self, elsewhere: Callable[[Tensor], Tensor] = lambda s: s.new_zeros(1)) -> Any:
         """The matrix on the whole grid; s has a function of itself elsewhere, which preconditioners read."""
         whole: Any = self._without_s
         if self._s is None:
@@ -176,7 +166,8 @@ class MaskedKroneckerProduct(Solvable):
         def product(t: list[Any]) -> Tensor:
             *own, x = t
             dim = -2 if left and x.ndim > 1 else -1
-            _check_points(x, dim, inner, "x")
+            if x.ndim == 0 or x.shape[dim] != inner:
+                raise value_error("x", f"dimension {dim} of size {inner}, the number of points that are kept", f"shape {tuple(x.shape)}")
             whole = self._with(own)._whole()
             x = scattered(x, source, dim)
             return gathered(whole @ x if left else x @ whole, target, dim)

@@ -20,12 +20,12 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from fastkron_py.kron.checks import Factor, broadcast_batch, is_identity, shape_of
 from fastkron_py.kron.modes import filled, merged
 from fastkron_py.kron.operators import algebra, spectral
+from fastkron_py.kron.operators.algebra import terms
 from fastkron_py.kron.operators.implicit import linear_solve
 from fastkron_py.kron.operators.kronecker_sum import KroneckerSum
 from fastkron_py.kron.operators.krylov import Iterations, gmres
 from fastkron_py.kron.operators.lanczos import Probes, estimate_by_diagonal, once
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
-from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import SYMMETRY, Basis, are_hermitian, eigenbasis
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.operators.product import KroneckerProduct
@@ -358,7 +358,7 @@ def _common_basis(elements: list[list[Tensor]], operators: Sequence[LazyOperator
 def _basis(factors: Sequence[Tensor], masses: Sequence[Tensor], eps: float) -> Basis | None:
     """The pairs' eigenvectors, or None where there are none, or ill-conditioned ones."""
     is_meta = factors[0].is_meta
-    if masses and not is_meta and all(are_hermitian(masses)) and not all([_is_definite(m) for m in masses]):
+    if masses and not is_meta and all(are_hermitian(masses)) and any([bool(torch.linalg.cholesky_ex(m).info.any()) for m in masses]):
         return None
     try:
         basis = eigenbasis(factors, masses, name="terms")
@@ -366,10 +366,6 @@ def _basis(factors: Sequence[Tensor], masses: Sequence[Tensor], eps: float) -> B
         return None
     is_finite = is_meta or all([bool(v.isfinite().all()) for v in basis.values])
     return basis if is_finite and all([float(c) < eps**spectral.ILL for c in basis.conditions]) else None
-
-
-def _is_definite(m: Tensor) -> bool:
-    return not bool(torch.linalg.cholesky_ex(m).info.any())
 
 
 # ---- systems --------------------------------------------------------------------------------------------------------------------

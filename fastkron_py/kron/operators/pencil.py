@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.kron.api import kron_matmul_left
-from fastkron_py.kron.operators.algebra import ROUNDING, dense, kron_range, kron_vectors, per_factor
-from fastkron_py.kron.operators.modes import terms
+from fastkron_py.kron.operators.algebra import ROUNDING, dense, kron_range, kron_vectors, per_factor, terms
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import value_error
 
@@ -153,18 +152,12 @@ def eigenbasis(factors: Sequence[Tensor], masses: Sequence[Tensor] = (), *, name
         parts = per_factor(matrices, "eigenvectors", torch.linalg.eigh)
         inverses, conditions = [q.mH for _, q in parts], []
     else:
-        parts = per_factor(matrices, "eigenvectors", _eig)
+        # Of copies: on GPUs, torch 2.11 overwrites matrices whose columns are runs of memory.
+        parts = per_factor(matrices, "eigenvectors", lambda a: torch.linalg.eig(a.clone(memory_format=torch.contiguous_format)))
         inverses = [torch.linalg.inv_ex(q).inverse for _, q in parts]
         conditions = [torch.linalg.cond(q).amax() if q.numel() else torch.ones((), device=q.device) for _, q in parts]
     vectors = [q for _, q in parts]
     return Basis([v for v, _ in parts], vectors, inverses, *_of_pairs(vectors, inverses, masses, lowers), conditions)
-
-
-@torch.no_grad()
-def _eig(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a copy: on GPUs, torch 2.11 overwrites matrices whose columns are runs of memory."""
-    values, vectors = torch.linalg.eig(a.clone(memory_format=torch.contiguous_format))
-    return values, vectors
 
 
 def schur_basis(factors: Sequence[Tensor], masses: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

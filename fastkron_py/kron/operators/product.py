@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -147,7 +148,7 @@ class KroneckerProduct(ProductOrSum):
             ValueError: a factor is not square.
             torch.linalg.LinAlgError: a factor is singular.
         """
-        return KroneckerProduct(self._run(algebra.inverse))
+        return KroneckerProduct(self._run(algebra.per_factor, "inverse", torch.linalg.inv))
 
     def pinv(self, *, rcond: float | None = None) -> KroneckerProduct:
         """The pseudo-inverse, factor by factor; factors need not be square.
@@ -252,7 +253,8 @@ class KroneckerProduct(ProductOrSum):
             torch.linalg.LinAlgError: a factor is not positive semi-definite (two negative definite ones make a
                 positive definite product, but raise an error), or it is singular and derivatives are wanted.
         """
-        return KroneckerProduct(self._run(algebra.cholesky, self._scalar(jitter, "jitter")))
+        lower = partial(algebra.cholesky, jitter=self._scalar(jitter, "jitter"))
+        return KroneckerProduct(self._run(algebra.per_factor, "cholesky", lower))
 
     def eigh(self) -> algebra.Eigh:
         """Eigenvalues and eigenvectors of Hermitian factors: ``K = V @ diag(values) @ V.mH``.

@@ -19,9 +19,8 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.operator import multiply_scaled
 from fastkron_py.kron.operators import algebra
-from fastkron_py.kron.operators.algebra import kron_vectors
+from fastkron_py.kron.operators.algebra import kron_vectors, sum_matmul
 from fastkron_py.kron.operators.implicit import Last, OfForm, constant, linear_solve, pull_back
-from fastkron_py.kron.operators.modes import sum_matmul
 from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined, schur_basis, similar, solve_triangular
 from fastkron_py.runtime.batching import batchable_one_by_one
 from fastkron_py.runtime.errors import value_error

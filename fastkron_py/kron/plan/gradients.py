@@ -38,8 +38,8 @@ def bids(problem: GroupProblem) -> list[GradientOffer]:
     found.sort(key=place)
 
     def usual(near: GroupProblem) -> GradientOffer:
-        kind = _best_kind(near)
-        return next((offer for offer in found if offer.prices == kind), found[0])
+        best = _best(near)
+        return next((offer for offer in found if best is not None and offer.prices == best.prices), found[0])
 
     if found:
         first = planner.usual_or(found[0], problem, usual, lambda offer: (offer.seconds,))
@@ -48,16 +48,9 @@ def bids(problem: GroupProblem) -> list[GradientOffer]:
 
 
 @lru_cache(maxsize=4096)
-def _best_kind(problem: GroupProblem) -> str:
-    """The section of the best offer's prices, "" if no family takes the group."""
-    return next((offer.prices for offer in bids(problem)), "")
-
-
-@lru_cache(maxsize=4096)
-def _offered_seconds(problem: GroupProblem) -> float:
-    """Modelled seconds of a group's launch, infinity if no family takes it."""
-    found = bids(problem)
-    return found[0].seconds if found else math.inf
+def _best(problem: GroupProblem) -> GradientOffer | None:
+    """The best offer for a group, None if no family takes it."""
+    return next(iter(bids(problem)), None)
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -87,9 +80,10 @@ def group_seconds(group: Group, problem: Problem, widths: Sequence[int], is_appl
         widths: of the modes of dy when it is the group's turn.
         is_applied: whether another group is ahead.
     """
-    found = _offered_seconds(GroupProblem.of(problem, group, widths))
-    if math.isinf(found):
-        return found
+    best = _best(GroupProblem.of(problem, group, widths))
+    if best is None:
+        return math.inf
+    found = best.seconds
     span = slice(group.start, group.stop)
     if not group.fused:
         found += multiply_seconds(part_of(problem, span.start, span.stop, widths, is_back=True))

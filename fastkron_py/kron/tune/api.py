@@ -15,7 +15,7 @@ from fastkron_py.kron.canonical import canonical
 from fastkron_py.kron.checks import check_problem, check_tensors, factor_list
 from fastkron_py.runtime.backend import triton_obstacle
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import DTYPES, check_integer, check_precision
+from fastkron_py.runtime.checks import DTYPES, check_integer, check_precision, dtype_names
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _from_shapes(
     pairs = [_pair(f"factors[{i}]", shape) for i, shape in enumerate(shapes)]
     dtype = torch.float32 if dtype is None else dtype
     if dtype not in DTYPES:
-        raise type_error("dtype", "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
+        raise type_error("dtype", f"a dtype among {dtype_names(DTYPES)}", dtype)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
     width = math.prod([pair[1 if left else 0] for pair in pairs])
     if rows * width > torch.iinfo(torch.int64).max // dtype.itemsize:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron import problem as problems
-from fastkron_py.kron.canonical import Scale
-from fastkron_py.kron.families import BY_NAME, family_of
+from fastkron_py.kron.canonical import PLAIN
+from fastkron_py.kron.families import BY_NAME
 from fastkron_py.kron.forward import is_mergeable, launches_of, multiply_problem, with_whole_rows
 from fastkron_py.kron.planner import choose, plans
 from fastkron_py.kron.rates import figures
@@ -124,7 +124,7 @@ class Search:
         y, *factors = build.inputs
         launches = launches_of(self.multiply, choice)
         for launch in launches:
-            y = family_of(launch.launch).add(build, launch, y, factors, None, build.empty(launch.result_shape, y.dtype), Scale())
+            y = problems.add_launch(build, launch, y, factors, None, None, PLAIN)
         program = build.program([y])
         if choice is not None:
             found, steps = program(self.tensors)[0], 4 * len(factors)  # of both; each may round formed factors once more

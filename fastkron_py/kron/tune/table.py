@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # version: most releases leave the kernels alone, and a table shall outlive them.
 SCHEMA: Final = 5
 LONGEST: Final = 1e15  # microseconds, which no float or text has trouble with
-ITEMSIZE: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+DTYPES: Final = ("float16", "bfloat16", "float32", "float64")
 FACTORS_MOST: Final = 64
 INTERPRETER: Final = "interpreter"  # in place of a device's name
 
@@ -55,7 +55,7 @@ class Problem:
         dtype: of the tensors.
         precision: of float32 products, "highest" or "high"; "highest" for the other dtypes, where it changes nothing.
         factors: (P_i, Q_i) of each factor as the kernels see it (transposed in the left form).
-        rows: rows of x times batches, rounded to a power of two (`rows_bucket`): a longer grid, and nothing else.
+        rows: rows of x times batches, rounded to a power of two, by their ratio: a longer grid, and nothing else.
         columns: elements that lie side by side behind every mode (those of x in the left form), exactly: on them
             depends how every access is aligned.
         batched: every batch has factors of its own.
@@ -73,11 +73,6 @@ class Problem:
     contiguous: bool
 
 
-def rows_bucket(rows: int) -> int:
-    """The power of two that is nearest to rows (by their ratio)."""
-    return 1 << round(math.log2(rows))
-
-
 @lru_cache(maxsize=64)
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else INTERPRETER
@@ -89,7 +84,7 @@ def problem_of(multiply: problems.Problem, device: torch.device) -> Problem | No
 
     count = len(multiply.factor_shapes)
     dtype = str(multiply.dtype).removeprefix("torch.")
-    if multiply.start != 0 or multiply.stop != count or count > FACTORS_MOST or dtype not in ITEMSIZE:
+    if multiply.start != 0 or multiply.stop != count or count > FACTORS_MOST or dtype not in DTYPES:
         return None
     groups, rows, width, columns = multiply.shape
     return Problem(
@@ -98,7 +93,7 @@ def problem_of(multiply: problems.Problem, device: torch.device) -> Problem | No
         dtype=dtype,
         precision="high" if multiply.dtype == torch.float32 and multiply.precision != "highest" else "highest",
         factors=multiply.shapes,
-        rows=rows_bucket(groups * rows),
+        rows=1 << round(math.log2(groups * rows)),
         columns=columns,
         batched=groups > 1,
         contiguous=rows == 1 or multiply.x.row == width * columns,
@@ -295,7 +290,7 @@ def _entry_from(data: Any) -> Entry:
         raise ValueError(f"schema {data['schema']!r:.20}, not {SCHEMA}")
     problem = Problem(**data["problem"] | {"factors": tuple([(p, q) for p, q in data["problem"]["factors"]])})
     sizes = (problem.rows, problem.columns, *[n for pair in problem.factors for n in pair])
-    is_known = problem.dtype in ITEMSIZE and problem.precision in ("highest", "high") and 1 <= len(problem.factors) <= FACTORS_MOST
+    is_known = problem.dtype in DTYPES and problem.precision in ("highest", "high") and 1 <= len(problem.factors) <= FACTORS_MOST
     flags = [type(problem.batched), type(problem.contiguous)]
     if not is_known or flags != [bool, bool] or not all([type(n) is int and n >= 1 for n in sizes]):
         raise ValueError(f"an invalid problem: {problem}")

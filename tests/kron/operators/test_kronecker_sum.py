@@ -12,7 +12,7 @@ import torch
 from kronecker_cases import SQUARE, dense_sum, hermitian, near, random_factors
 
 from fastkron_py import KroneckerProduct, KroneckerSum
-from fastkron_py.kron.operators import modes
+from fastkron_py.kron.operators import algebra
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
 
@@ -33,11 +33,11 @@ def drawn(shapes, dtype, device, kind):
 def merging(monkeypatch):
     """Neighbours of small operands are summed up too; the number of products is kept."""
     products = []
-    monkeypatch.setattr(modes, "LARGE", 0)
-    monkeypatch.setattr(modes, "LARGE_ON_GPU", 0)
+    monkeypatch.setattr(algebra, "LARGE", 0)
+    monkeypatch.setattr(algebra, "LARGE_ON_GPU", 0)
     for name in ("kron_matmul", "kron_matmul_left"):
-        original = getattr(modes, name)
-        monkeypatch.setattr(modes, name, lambda *a, original=original, **k: products.append(1) or original(*a, **k))
+        original = getattr(algebra, name)
+        monkeypatch.setattr(algebra, name, lambda *a, original=original, **k: products.append(1) or original(*a, **k))
     return products
 
 

@@ -14,9 +14,11 @@ from benchmarks.kron.programs import pretending
 from fastkron_py import reference
 from fastkron_py.kron.families import family_of
 from fastkron_py.kron.forward import launches_of, multiply_problem, with_whole_rows
+from fastkron_py.kron.problem import contiguous_problem
 from fastkron_py.kron.tune import search, table
-from fastkron_py.kron.tune.table import Choice, TuningWarning, rows_bucket
+from fastkron_py.kron.tune.table import Choice, TuningWarning, problem_of
 from fastkron_py.runtime.device import absent
+from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.runtime.launch import Launcher
 from fastkron_py.testing import assert_close
 
@@ -269,7 +271,8 @@ def test_precision_is_part_of_the_problem(tables, quick):
 
 @pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (3, 4), (5, 4), (6, 8), (1000, 1024), (1448, 1024), (1449, 2048)])
 def test_rows_go_to_the_nearest_power_of_two(rows, bucket):
-    assert rows_bucket(rows) == bucket
+    multiply = contiguous_problem([(2, 3)], rows, 1, torch.float32, HOPPER)
+    assert problem_of(multiply, torch.device("cpu")).rows == bucket
 
 
 def test_progress_is_reported(tables, quick, monkeypatch, capsys):
