@@ -24,7 +24,7 @@ from fastkron_py.tiling.torch_products import add_product, column_sums, has_oned
 NUM_TENSORS: Final = 6  # tensors of a layer
 
 Wide = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""x ``[M, K]``, weight, gate and bias."""
+"""x ``[M, K]``, weight, packed or up's ``[H, K]``, None or gate's ``[H, K]``, bias."""
 
 # Terms of a sum that float32 products of three TF32 passes may have: tensor cores cut their sums off (see `kan/operator.py`).
 _LONGEST_SUM: Final = 512
@@ -38,12 +38,6 @@ class Options(NamedTuple):
     layout: str
     precision: str | None
     backend: str
-
-    def gated(self) -> Any:
-        """The options as launches take them."""
-        from fastkron_py.gated.launches import Gated
-
-        return Gated(self.activation, self.layout, resolved(self.precision))
 
     def product(self, function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
         """A function with products of torch, in the precision asked for."""
@@ -119,7 +113,7 @@ def _add_forward(build: Builder, wide: Wide, options: Options, by_triton: bool, 
     if by_triton:
         from fastkron_py.gated import launches
 
-        return launches.add_forward(build, wide, options.gated(), saving)
+        return launches.add_forward(build, wide, options, saving)
     if saving:
         pairs = _add_pairs(build, wide, options)
         return _add_gate(build, pairs, options), pairs
@@ -207,7 +201,7 @@ class _Backward(NamedTuple):
                 ddown = self._product(_transposed_product, (dy, y), down.shape)
             first, second = (d, d) if gate is None else d.chunk(2, 1)
             if need_x and gate is None:
-                dx = self._product(_product_of_rows, (first, weight), x.shape)
+                dx = self._product(product, (first, weight.flatten(0, -2)), x.shape)
             elif need_x:
                 dx = self._product(_sum_of_products, (first, weight, second, gate), x.shape)
             shape = first.shape[1], x.shape[1]
@@ -227,8 +221,8 @@ class _Backward(NamedTuple):
             from fastkron_py.gated import launches
 
             if pairs is None:
-                return launches.add_recomputed_gradients(build, dy, wide, options.gated(), again)
-            return launches.add_stored_gradients(build, dy, pairs, options.gated(), self.in_place, again)
+                return launches.add_recomputed_gradients(build, dy, wide, options, again)
+            return launches.add_stored_gradients(build, dy, pairs, options, self.in_place, again)
         pairs = _add_pairs(build, wide, options) if pairs is None else pairs
         y = _add_gate(build, pairs, options) if again else None
         activation, layout, *_ = options
@@ -246,11 +240,6 @@ class _Backward(NamedTuple):
     def _column_sums(self, t: Tensor) -> Tensor:
         found: Tensor = self.build.call(column_sums, (t,), describe(t.shape[1:], t.dtype))
         return found
-
-
-def _product_of_rows(t: Tensor, weight: Tensor) -> Tensor:
-    """With a weight in either layout."""
-    return product(t, weight.flatten(0, -2))
 
 
 def _sum_of_products(t: Tensor, weight: Tensor, u: Tensor, gate: Tensor) -> Tensor:
