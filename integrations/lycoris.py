@@ -1,19 +1,26 @@
-"""LyCORIS's LoKr modules without the adapter's weight: their forward pass, which modules get it, and `use_fastkron`."""
+"""LyCORIS: LoKr modules on `fastkron_py.lokr_linear`, which builds no weight.
+
+``use_fastkron(network)`` is all that is needed. Needs the extra "lycoris": LyCORIS 4.0 or newer.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 import torch
-from lycoris.modules.base import is_weight_only_fp8_linear
-from lycoris.modules.lokr import LokrModule
 from torch import Tensor, nn
 
-from fastkron_py.adapters.adapter import Adapter, kept_rows
+from fastkron_py.adapters.adapter import Adapter, kept_rows, magnitude_ratio
 from fastkron_py.adapters.conv import Window
-from fastkron_py.adapters.norms import magnitude_ratio
-from fastkron_py.integrations.replacement import Applied, Replacement, names_read, replace
+from fastkron_py.integrations.replacement import Applied, Replacement, names_read, replace, revert_fastkron
+from fastkron_py.integrations.versions import of_extra
 from fastkron_py.runtime.errors import type_name
+
+with of_extra("lycoris", "lycoris_lora", (4, 0)):
+    from lycoris.modules.base import is_weight_only_fp8_linear
+    from lycoris.modules.lokr import LokrModule
+
+__all__ = ["revert_fastkron", "use_fastkron"]
 
 # Names that the two forward passes read in the versions that were tested, 4.0 to 4.1.
 _FORWARD: Final = frozenset(
