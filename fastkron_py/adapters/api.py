@@ -12,8 +12,8 @@ from torch import Tensor
 from fastkron_py.adapters import operator
 from fastkron_py.adapters.batched import add_indexed, check_index
 from fastkron_py.adapters.composed import add_product, add_terms, has_terms
-from fastkron_py.adapters.factor import Factor, Operands, check_factor, labelled, loaded
-from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.adapters.factor import Factor, Operands, check_factor, labelled
+from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import are_apart, can_write, check_out, check_precision, check_scalar, check_tensor
@@ -89,13 +89,13 @@ def lokr_linear(
     if out is not None:
         raise type_error("out", "None, since x is not a torch tensor", type_name(out))
     parts1, parts2 = labelled("w1", w1), labelled("w2", w2)
-    named = [("x", x), *parts1, *parts2, *([] if base is None else [("base", base)])]
-    bridge = find_bridge([array for _, array in named], [label for label, _ in named])
-    with bridge.context():
-        loaded_base = None if base is None else bridge.load(base, "base")
-        f1, f2 = (loaded(bridge, parts) for parts in (parts1, parts2))
-        operands = Operands(bridge.load(x, "x"), f1, f2, loaded_base)
-        return bridge.give_back(adapted_linear(operands, scale, precision))  # type: ignore[no-any-return]
+    arrays = dict([("x", x), *parts1, *parts2, *([] if base is None else [("base", base)])])
+
+    def call(loaded: dict[str, Tensor]) -> Tensor:
+        f1, f2 = (Factor(*[loaded[label] for label, _ in parts]) for parts in (parts1, parts2))
+        return adapted_linear(Operands(loaded["x"], f1, f2, loaded.get("base")), scale, precision)
+
+    return through_bridge(arrays, call)  # type: ignore[no-any-return]
 
 
 def _factor(name: str, given: Any) -> Factor:

@@ -10,13 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastkron_py.adapters.adapter import Adapter
+from fastkron_py.adapters.adapter import Adapter, magnitude_ratio
 from fastkron_py.adapters.conv import Window
-from fastkron_py.adapters.norms import magnitude_ratio
 from fastkron_py.adapters.plan import split_size
-from fastkron_py.nn.arguments import check_flag, check_positive
 from fastkron_py.nn.modules import Configured, is_materialized, owns_result
-from fastkron_py.runtime.checks import DTYPES, HALF_DTYPES, check_choice, check_integer, check_probability, check_scalar
+from fastkron_py.runtime.checks import (
+    DTYPES,
+    HALF_DTYPES,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_positive,
+    check_probability,
+    check_scalar,
+)
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.torch_internals import is_watching
