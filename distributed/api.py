@@ -19,7 +19,7 @@ from fastkron_py.distributed.layout import by_stages, chunk_offsets, widths
 from fastkron_py.distributed.pipeline import Pipeline, fitting, free_memory
 from fastkron_py.distributed.plan import DIRECT, FALLBACK, Plan, Problem
 from fastkron_py.distributed.plan import plan as make_plan
-from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, tied
+from fastkron_py.distributed.replicated import REDUCTIONS, Reduction, replicate, tied
 from fastkron_py.distributed.transport.packed import RowGroup
 from fastkron_py.distributed.transport.peer_memory import open_slots
 from fastkron_py.functional import kron_matmul as local_kron_matmul
@@ -29,7 +29,7 @@ from fastkron_py.kron.into import in_blocks
 from fastkron_py.kron.modes import filled, merged
 from fastkron_py.kron.operators.algebra import matrices
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
-from fastkron_py.runtime.checks import check_precision, check_scalar
+from fastkron_py.runtime.checks import check_choice, check_precision, check_scalar
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocasted
@@ -318,7 +318,7 @@ def checked(given: Call, grid: ProcessGrid) -> Call:
     check_precision(given.precision)
     if plan is not None and not isinstance(plan, Plan):
         raise type_error("plan", "a Plan or None", type_name(plan))
-    check_reduction(given.reduction)
+    check_choice("reduction", given.reduction, REDUCTIONS)
     if isinstance(local, Tensor):
         local, listed, z = autocasted(local, listed, z)
     check_tensors(local, listed, z, ("x", "factors", "z"), identities=True)

@@ -29,6 +29,7 @@ from torch.distributed.elastic.utils.store import synchronize
 from fastkron_py.distributed.agreement import difference, pack_error
 from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.grid import forget_groups
+from fastkron_py.runtime.checks import check_choice
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 logger = logging.getLogger("fastkron_py")
@@ -110,11 +111,7 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
     error, seconds = None, TIMEOUT
     try:  # a wrong argument is told to the other ranks before it is raised, lest they wait
         seconds = _seconds(timeout)
-        expected = f"None or one of {', '.join(BACKENDS)}"
-        if backend is not None and not isinstance(backend, str):
-            raise type_error("backend", expected, type_name(backend))
-        if backend not in (None, *BACKENDS):
-            raise value_error("backend", expected, repr(backend))
+        check_choice("backend", backend, BACKENDS, optional=True)
     except (TypeError, ValueError) as wrong:
         error = wrong
     launcher, store = _meet(seconds)

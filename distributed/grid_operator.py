@@ -16,7 +16,7 @@ from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.api import checksums, grid_factors, in_need, kron_matmul_left, shape_text
 from fastkron_py.distributed.grid import ProcessGrid, own_block
 from fastkron_py.distributed.layout import chunk_offsets
-from fastkron_py.distributed.replicated import Reduction, all_reduce, as_first, check_reduction, from_first, replicate, total
+from fastkron_py.distributed.replicated import REDUCTIONS, Reduction, all_reduce, as_first, from_first, replicate, total
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
 from fastkron_py.kron.checks import is_identity
@@ -27,6 +27,7 @@ from fastkron_py.kron.operators.lazy import LazyOperator
 from fastkron_py.kron.operators.pencil import Basis, Share, eigenbasis
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
 from fastkron_py.kron.operators.spectral import SumSystem
+from fastkron_py.runtime.checks import check_choice
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 Local = TypeVar("Local", LocalKroneckerProduct, LocalKroneckerSum, LocalKroneckerPlusDiagonal)
@@ -75,7 +76,7 @@ class GridOperator(LazyOperator, Generic[Local]):
                 raise value_error("factors", "matrices without batch dimensions", f"shape {made.shape}")
             if made.device != grid.device:
                 raise value_error("factors", f"tensors on the grid's device {grid.device}", made.device)
-            check_reduction(reduction)
+            check_choice("reduction", reduction, REDUCTIONS)
         self._set(made, grid, reduction)
         named = self._named()
         shapes = {f"shape of {name}": shape_text(a) for name, a in named if isinstance(a, Tensor) or is_identity(a)}

@@ -17,7 +17,7 @@ import torch
 
 from fastkron_py.distributed.layout import Leg, Step, by_rows, by_stages, chunk_offsets, chunk_rows, widths
 from fastkron_py.kron.modes import merged
-from fastkron_py.runtime.checks import DTYPES, check_integer
+from fastkron_py.runtime.checks import DTYPES, check_choice, check_flag, check_integer, dtype_names
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 MOST_CHUNKS: Final = 8
@@ -76,11 +76,9 @@ class Problem:
             raise value_error("m", "a number of rows", self.m)
         dtype: Any = self.dtype
         if dtype not in DTYPES:
-            listed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise type_error("dtype", f"a dtype among {listed}", dtype if isinstance(dtype, torch.dtype) else type_name(dtype))
+            raise type_error("dtype", f"a dtype among {dtype_names(DTYPES)}", dtype if isinstance(dtype, torch.dtype) else type_name(dtype))
         for name in ("left", "gradients"):
-            if not isinstance(getattr(self, name), bool):
-                raise type_error(name, "True or False", type_name(getattr(self, name)))
+            check_flag(name, getattr(self, name))
         if self.identities != ():
             self._merge()
 
@@ -324,8 +322,7 @@ def plan(
 def _check_options(chunks: Any, memory: Any, transport: Any) -> None:
     if chunks is not None and check_integer("chunks", chunks) < 1:
         raise value_error("chunks", "a positive number", chunks)
-    if transport is not None and (not isinstance(transport, str) or transport not in TRANSPORTS):
-        raise value_error("transport", f"None or one of {', '.join(TRANSPORTS)}", repr(transport))
+    check_choice("transport", transport, TRANSPORTS, optional=True)
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
         raise type_error("memory", "a number of bytes or None", type_name(memory))
 

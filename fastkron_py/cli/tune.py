@@ -18,8 +18,7 @@ from fastkron_py.kron.tune import api as tuner
 from fastkron_py.kron.tune import table as tables
 from fastkron_py.kron.tune.api import TuningResult
 from fastkron_py.kron.tune.table import ITEMSIZE, Entry
-from fastkron_py.runtime.checks import check_precision
-from fastkron_py.runtime.errors import value_error
+from fastkron_py.runtime.checks import check_choice, check_precision
 
 INTERRUPTED: Final = 130  # exit status after SIGINT
 
@@ -72,8 +71,7 @@ class _Settings:
     """The options that every problem shares, checked."""
 
     def __init__(self, dtype: str, precision: str, left: bool, device: str) -> None:
-        if dtype not in ITEMSIZE:
-            raise value_error("dtype", f"one of {', '.join(ITEMSIZE)}", repr(dtype))
+        check_choice("dtype", dtype, tuple(ITEMSIZE))
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.precision = precision or None
         check_precision(self.precision)

@@ -85,7 +85,7 @@ class Problem(NamedTuple):
     def basis(self, derivative: bool, first: int) -> DeviceBasis:
         """The basis's values or derivatives, from a degree on, as an argument of a kernel."""
         layer = self.layer
-        return DeviceBasis(layer.terms, first, layer.constants, *layer.prologue(derivative), *self.normalizer)
+        return DeviceBasis(layer.terms, first, layer.constants, *layer.prologues[derivative], *self.normalizer)
 
 
 class _Call(NamedTuple):
@@ -510,7 +510,7 @@ def _add_input_gradient_by_gemm(call: _Call, choice: tuple[GemmTile, int]) -> Te
         value=value,
         slope=slope,
         params=(layer.terms, layer.first, degrees, layer.constants),
-        functions=layer.prologue(True),
+        functions=layer.prologues[True],
         begin=begin_nothing if knobs.runtime.interpret else fetch_input,
         sums=degrees,
     )

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from fastkron_py.gated.activations.registry import find_gate
 from fastkron_py.gated.api import BACKWARDS, LAYOUTS, gated_linear, gated_mlp, pack_gated, unpack_gated
-from fastkron_py.nn.arguments import check_flag, check_positive
 from fastkron_py.nn.modules import EXTRA, Configured, is_plain_linear
-from fastkron_py.runtime.checks import check_choice, check_precision
+from fastkron_py.runtime.checks import check_choice, check_flag, check_positive, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 # Names of (gate, up, down) in checkpoints of others: Hugging Face's, and Llama's own.

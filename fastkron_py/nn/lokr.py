@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.lokr_base import LoKrLayer, LoKrOptions
+from fastkron_py.runtime.checks import check_positive
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py.adapters.plan import split_size
-from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.lokr import LoKrConv2d, LoKrLinear
 from fastkron_py.nn.lokr_base import NAMES, LoKrLayer, LoKrOptions, split_name
 from fastkron_py.nn.lokr_tensors import Tensors, cut_columns, cut_rows, holder, join_rows, rank_of, scaled, sizes_of
-from fastkron_py.runtime.checks import check_choice, check_integer, check_scalar
+from fastkron_py.runtime.checks import check_choice, check_integer, check_positive, check_scalar
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _PEFT: Final = "base_model.model."

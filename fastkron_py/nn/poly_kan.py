@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from fastkron_py.kan.api import LUT_SIZE
 from fastkron_py.kan.bases.registry import find_basis
-from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
 from fastkron_py.runtime.backend import backend
-from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.checks import check_integer, check_positive
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 

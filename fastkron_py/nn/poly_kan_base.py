@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from fastkron_py.kan.api import LUT_SIZE, check_arguments, check_real, own_bounds, poly_kan, usable_bounds
 from fastkron_py.kan.bases.registry import find_basis
-from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.modules import Configured, is_materialized
 from fastkron_py.nn.running_range import RecentBounds, is_set
-from fastkron_py.runtime.checks import check_integer, check_precision, check_real_dtype
+from fastkron_py.runtime.checks import check_flag, check_integer, check_precision, check_real_dtype
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _SAMPLES: Final = 4096  # of the normalised argument, over which a basis's mean square is taken

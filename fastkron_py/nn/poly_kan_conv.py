@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.nn.arguments import check_pair, check_positive
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
-from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.checks import check_integer, check_pair, check_positive
 from fastkron_py.runtime.errors import value_error
 
 

@@ -9,13 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.nn.arguments import check_flag, check_interval, check_positive
 from fastkron_py.nn.modules import Configured, NotScriptable, is_materialized, is_plain
 from fastkron_py.nn.rational_fit import FUNCTIONS, INTERVAL, Fit, fit, initial
 from fastkron_py.rational.api import DEGREE_MOST, linear_rational, rational
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.runtime.backend import backend
-from fastkron_py.runtime.checks import check_choice, check_integer, check_probability, check_real_dtype
+from fastkron_py.runtime.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_interval,
+    check_positive,
+    check_probability,
+    check_real_dtype,
+)
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 torch.fx.wrap("linear_rational")  # torch.fx traces calls of these, and does not look into them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -85,6 +85,41 @@ def check_integer(name: str, value: Any, expected: str = "an integer") -> int:
     return int(value)
 
 
+def check_positive(name: str, value: Any) -> int:
+    """Accept an integer from 1 on."""
+    number = check_integer(name, value, "a positive integer")
+    if number < 1:
+        raise value_error(name, "a positive integer", number)
+    return number
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Accept True or False, and nothing that is merely true."""
+    if not isinstance(value, bool):
+        raise type_error(name, "True or False", type_name(value))
+    return value
+
+
+def check_pair(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, Any]:
+    """Accept one value, which is used twice, or a pair of them."""
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(pair) != 2:
+        raise type_error(name, "one value or a pair of them", value)
+    return check(name, pair[0]), check(name, pair[1])
+
+
+def check_interval(name: str, value: Any) -> tuple[float, float]:
+    """Accept two finite numbers, the first below the second."""
+    expected = "finite (low, high), low below high"
+    pair = tuple(value) if isinstance(value, tuple | list) else ()
+    if len(pair) != 2 or not all([isinstance(v, numbers.Real) and not isinstance(v, bool) for v in pair]):
+        raise type_error(name, expected, value)
+    low, high = map(float, pair)
+    if not -math.inf < low < high < math.inf:
+        raise value_error(name, expected, value)
+    return low, high
+
+
 def check_probability(name: str, value: Any, expected: str = "a probability") -> float:
     """Accept a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -94,22 +129,17 @@ def check_probability(name: str, value: Any, expected: str = "a probability") ->
     return float(value)
 
 
-def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
-    """Accept one of a few words."""
-    if not isinstance(value, str):
-        raise type_error(name, f"one of {', '.join(known)}", type_name(value))
-    if value not in known:
-        raise value_error(name, f"one of {', '.join(known)}", repr(value))
+def check_choice(name: str, value: Any, known: Sequence[str], *, optional: bool = False) -> None:
+    """Accept one of a few words, and if optional None."""
+    if (value is None and optional) or (isinstance(value, str) and value in known):
+        return
+    expected = f"{'None or ' if optional else ''}one of {', '.join(known)}"
+    raise value_error(name, expected, repr(value)) if isinstance(value, str) else type_error(name, expected, type_name(value))
 
 
 def check_precision(precision: Any) -> None:
     """Accept None or one of `PRECISIONS`."""
-    if precision is None:
-        return
-    if not isinstance(precision, str):
-        raise type_error("precision", f"None or one of {', '.join(PRECISIONS)}", type_name(precision))
-    if precision not in PRECISIONS:
-        raise value_error("precision", f"None or one of {', '.join(PRECISIONS)}", repr(precision))
+    check_choice("precision", precision, PRECISIONS, optional=True)
 
 
 def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
