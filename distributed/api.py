@@ -192,8 +192,7 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
     if chosen is None:
         x, alpha, beta, z, *factors = tied((x, alpha, beta, z, *factors))
         options = {"alpha": alpha, "beta": beta, "z": z, "precision": call.precision}
-        own: Tensor = local_kron_matmul_left(factors, x, **options) if left else local_kron_matmul(x, factors, **options)
-        return own
+        return local_kron_matmul_left(factors, x, **options) if left else local_kron_matmul(x, factors, **options)
     group, size = grid.col_group if left else grid.row_group, chosen.most_elements * x.element_size()
     slots = open_slots(grid, group, _row_groups(call), size) if chosen.is_direct else None
     factors = [f.mT if left and isinstance(f, Tensor) else f for f in factors]

@@ -265,8 +265,7 @@ def _groups(grid: ProcessGrid, shape: tuple[int, int] | None) -> tuple[dist.Proc
             _level(grid)
             return tuple(_new_group(m) for m in members)
 
-    found: tuple[dist.ProcessGroup, ...] = kept((grid.ranks, shape), make)
-    return found
+    return kept((grid.ranks, shape), make)
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -278,7 +277,7 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     if "nccl" in dist.get_backend_config():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, pg_options=options)  # type: ignore[no-any-return]
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, pg_options=options)
 
 
 def _level(grid: ProcessGrid) -> None:
@@ -386,5 +385,4 @@ def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
 
 def grid_of(mesh: DeviceMesh) -> ProcessGrid:
     """The grid of a mesh, made when one like it is first seen: a slice of a mesh is another object each time."""
-    found: ProcessGrid = kept(mesh, lambda: ProcessGrid(mesh), lambda grid: not grid._closed)
-    return found
+    return kept(mesh, lambda: ProcessGrid(mesh), lambda grid: not grid._closed)

@@ -194,8 +194,7 @@ class GridOperator(LazyOperator, Generic[Local]):
 
     def eigvalsh(self) -> Tensor:
         """The eigenvalues of `eigh`, in the same order: those of this rank's rows."""
-        values: Tensor = self.eigh().eigenvalues
-        return values
+        return self.eigh().eigenvalues
 
     def logdet(self) -> Any:
         """Log of the determinant, a 0-dimensional tensor: NaN if it is negative, -inf if it is 0, complex for complex factors.

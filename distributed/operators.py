@@ -290,8 +290,7 @@ class _ProductSystem(GridSystem, ProductSystem):
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A x``."""
         *own, s = [p.mH if p.ndim > 1 else p.conj().resolve_conj() for p in parameters] if adjoint else parameters
-        y: Tensor = kron_matmul_left(filled(self.factors, own), x, beta=s.squeeze(-1), z=x, grid=self.grid, reduction=self.reduction)
-        return y
+        return kron_matmul_left(filled(self.factors, own), x, beta=s.squeeze(-1), z=x, grid=self.grid, reduction=self.reduction)
 
     def by_schur(self, parameters: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
         """From a complex b to ``A^-1 b``, by Schur forms."""
@@ -452,5 +451,4 @@ class _SumSystem(GridSystem):
 
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         given = [p.mH for p in parameters] if adjoint else parameters
-        y: Tensor = _sum_matmul(given[: self.size], given[self.size :], x, True, self.grid, self.reduction)
-        return y
+        return _sum_matmul(given[: self.size], given[self.size :], x, True, self.grid, self.reduction)

@@ -60,8 +60,7 @@ class Pipeline:
             return self.alpha * replace(self, alpha=1.0).run(x)
         factors = matrices(self.factors)
         if torch.is_grad_enabled() and any([t.requires_grad for t in (x, *factors)]):
-            y: Tensor = _Product.apply(self, x, *factors)  # type: ignore[no-untyped-call]
-            return y
+            return _Product.apply(self, x, *factors)  # type: ignore[no-untyped-call]
         y = x.new_empty(len(x), self._width)
         self.forward(x, factors, y, None)
         return y
@@ -90,8 +89,7 @@ class Pipeline:
 
         wave([work(*chunk) for chunk in zip(x.split(sizes), names, outs, strict=True)])
         transfers, tokens = zip(*last, strict=True)  # autograd shall see one result
-        y: Tensor = torch.ops.aten._unsafe_view(finish(transfers, tokens, out), (m, width))  # no view, of which FSDP2 warns
-        return y
+        return torch.ops.aten._unsafe_view(finish(transfers, tokens, out), (m, width))  # no view, of which FSDP2 warns
 
     @property
     def _width(self) -> int:

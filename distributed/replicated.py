@@ -94,7 +94,7 @@ def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Calla
     agree(grid, description)
     with stage(f"{description['call']}: results of the first rank", grid.group):
         dist.broadcast_object_list(found, grid.ranks[0], grid.group, grid.device)
-    return tree_map_only(Tensor, lambda t: t.to(grid.device), found[0])  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, lambda t: t.to(grid.device), found[0])
 
 
 def as_first(
@@ -141,8 +141,7 @@ class _Tied(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return gradients
         (token,) = ctx.saved_tensors
-        found: tuple[Tensor, ...] = _Tied.apply(token, *gradients)[2:]  # type: ignore[no-untyped-call]
-        return found
+        return _Tied.apply(token, *gradients)[2:]  # type: ignore[no-untyped-call]
 
 
 def tied(tensors: Sequence[Any]) -> list[Any]:

@@ -99,7 +99,7 @@ class FastLoKr(Replacement):
         """``[*, in]`` to ``[*, out]``, or a convolution's."""
         module: Any = self
         if _obstacle(module) is not None:
-            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().forward(x, *args, **kwargs)
         is_left_out = bool(module.module_dropout and module.training and torch.rand(1) < module.module_dropout)
         base: Tensor = module.org_forward(x, *args, **kwargs)
         if is_left_out:
@@ -168,8 +168,7 @@ def _of_weight(module: Any, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
     layer = module.org_module[0]
     plain = type(layer) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d) and getattr(layer, "padding_mode", "zeros") == "zeros"
     if not plain or getattr(module.org_forward, "__func__", None) is not type(layer).forward:
-        return module.op(x, weight, None, **module.kw_dict)  # type: ignore[no-any-return]
+        return module.op(x, weight, None, **module.kw_dict)
     if layer.bias is None:
         return base
-    product: Tensor = base - layer.bias.detach().view(-1, *[1] * (weight.ndim - 2)).to(base.dtype)
-    return product
+    return base - layer.bias.detach().view(-1, *[1] * (weight.ndim - 2)).to(base.dtype)

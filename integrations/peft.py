@@ -85,7 +85,7 @@ class FastLoKr(Replacement):
         """``[*, in]`` to ``[*, out]``, or a convolution's."""
         layer: Any = self
         if layer.disable_adapters or layer.merged:
-            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().forward(x, *args, **kwargs)
         result: Tensor = layer.base_layer(x, *args, **kwargs)
         available, overwrites = layer._available_adapters, owns_result(layer.base_layer)
         for adapter in layer.active_adapters:
@@ -103,8 +103,7 @@ def _is_left_out(rate: float) -> bool:
 def _added(layer: Any, name: str, x: Tensor, result: Tensor, overwrites: bool) -> Tensor:
     """The result plus that of an adapter; overwrites: whether the result may be written over."""
     if _obstacle(layer, name) is not None:
-        total: Tensor = result + layer._get_delta_activations(name, x)
-        return total
+        return result + layer._get_delta_activations(name, x)
     adapter = _adapter(layer, name).fitting(x)
     rate = layer.rank_dropout[name] if layer.training else 0
     if not rate:

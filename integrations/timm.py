@@ -269,8 +269,7 @@ class KATMlp(GRKAN):
         dropping = self.training and drop.p > 0
         if recompute and not dropping and is_plain(act, GroupRational) and is_plain(linear, nn.Linear):
             return rational_linear(x, act.numerator, act.denominator, linear.weight, linear.bias, **act.options)
-        y: Tensor = linear(drop(act(x)))
-        return y
+        return linear(drop(act(x)))
 
     def extra_repr(self) -> str:
         """The text of ``print(layer)``: whether values are computed again."""
@@ -300,8 +299,7 @@ class KATBlock(Block):  # type: ignore[misc]
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """``[B, N, C]`` to the same; further arguments of timm's block go to its attention."""
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), *args, **options)))
-        y: Tensor = x + self.drop_path2(self.ls2(self.mlp(x, self.norm2)))
-        return y
+        return x + self.drop_path2(self.ls2(self.mlp(x, self.norm2)))
 
 
 class KATVisionTransformer(VisionTransformer):  # type: ignore[misc]
@@ -407,8 +405,7 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module, **opti
     names = state_dict.get("state_dict", state_dict.get("model", state_dict))
     if any(key.startswith("blocks.") or key.startswith("module.") for key in names) or is_released_layout(names):
         state_dict = convert_state_dict(state_dict)
-    found: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(state_dict, model, **options)
-    return found
+    return vision_transformer.checkpoint_filter_fn(state_dict, model, **options)
 
 
 # ---- KAT-T, KAT-S and KAT-B for `timm.create_model` ------------------------------------------------
@@ -455,7 +452,7 @@ def _create(variant: str, pretrained: bool, sizes: dict[str, Any], options: dict
     arguments = {"patch_size": 16, "depth": 12, **sizes, **options}
     if pretrained:
         arguments = {"rational_version": RELEASED_VERSION, "weight_init": "", **arguments}
-    model: KATVisionTransformer = build_model_with_cfg(
+    return build_model_with_cfg(
         KATVisionTransformer,
         variant,
         pretrained,
@@ -463,7 +460,6 @@ def _create(variant: str, pretrained: bool, sizes: dict[str, Any], options: dict
         feature_cfg={"out_indices": arguments.pop("out_indices", 3), "feature_cls": "getter"},
         **arguments,
     )
-    return model
 
 
 def kat_tiny_patch16_224(pretrained: bool = False, **options: Any) -> KATVisionTransformer:

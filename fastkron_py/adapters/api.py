@@ -78,7 +78,7 @@ def lokr_linear(
             tensors = (x, *of1, *of2) if base is None else (x, *of1, *of2, base)
             entry = CACHE.find(key, tensors)
             if entry is not None:
-                return entry.call(tensors, (scale, *entry.options[1:]))  # type: ignore[no-any-return]
+                return entry.call(tensors, (scale, *entry.options[1:]))
     if isinstance(x, Tensor):
         given = Operands(x, _factor("w1", w1), _factor("w2", w2), base)  # type: ignore[arg-type]
         if index is not None:
@@ -95,7 +95,7 @@ def lokr_linear(
         f1, f2 = (Factor(*[loaded[label] for label, _ in parts]) for parts in (parts1, parts2))
         return adapted_linear(Operands(loaded["x"], f1, f2, loaded.get("base")), scale, precision)
 
-    return through_bridge(arrays, call)  # type: ignore[no-any-return]
+    return through_bridge(arrays, call)
 
 
 def _factor(name: str, given: Any) -> Factor:
@@ -113,8 +113,7 @@ def adapted_linear(given: Operands, scale: Any, precision: str | None = None, ou
         tensors = given.present
         entry = CACHE.find(key, tensors)
         if entry is not None and (out is None or are_apart(tensors[:-1], out)):
-            y: Tensor = entry.call(tensors, (scale, *entry.options[1:]))
-            return y
+            return entry.call(tensors, (scale, *entry.options[1:]))
     return _checked_product(given, scale, precision, key, out)
 
 
@@ -218,5 +217,4 @@ def product(given: Operands, scale: float, precision: str | None, key: Hashable 
         with without_autocast(x.device):  # of a pair that is multiplied out
             return add_product(x, w1, w2, base, scale, precision)
     beta = 0.0 if base is None else 1.0
-    y: Tensor = operator.lokr_linear(*given.listed, float(scale), beta, precision, requested_backend(), key=key)
-    return y
+    return operator.lokr_linear(*given.listed, float(scale), beta, precision, requested_backend(), key=key)

@@ -73,8 +73,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         return left.mm(right)
     if left.ndim == right.ndim == 3:
         return left.bmm(right)
-    found: Tensor = torch.tensordot(left, right, 1)
-    return found
+    return torch.tensordot(left, right, 1)
 
 
 def labelled(name: str, given: Any) -> list[tuple[str, Any]]:

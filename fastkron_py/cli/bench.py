@@ -212,8 +212,7 @@ def _gpytorch(columns: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """GPyTorch's operator, applied to columns as GPyTorch itself applies it."""
     from linear_operator import operators
 
-    product: Tensor = operators.KroneckerProductLinearOperator(*map(operators.DenseLinearOperator, factors)).matmul(columns)
-    return product
+    return operators.KroneckerProductLinearOperator(*map(operators.DenseLinearOperator, factors)).matmul(columns)
 
 
 def compare(shape: Shape, settings: Settings) -> list[Measurement]:

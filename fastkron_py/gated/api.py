@@ -67,7 +67,7 @@ def gated_linear(
         >>> gated_linear(x, weight, layout="stacked").shape
         torch.Size([100, 24])
     """
-    return _call(x, weight, bias, (None, None), activation, layout, backward, precision)  # type: ignore[no-any-return]
+    return _call(x, weight, bias, (None, None), activation, layout, backward, precision)
 
 
 def gated_mlp(
@@ -110,7 +110,7 @@ def gated_mlp(
         >>> gated_mlp(x, weight, down).shape
         torch.Size([100, 8])
     """
-    return _call(x, weight, bias, (down, down_bias), activation, layout, backward, precision)  # type: ignore[no-any-return]
+    return _call(x, weight, bias, (down, down_bias), activation, layout, backward, precision)
 
 
 _PACKED: Final = ("x", "weight", "gate", "bias", "down", "down_bias")
@@ -228,8 +228,7 @@ def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, options:
     _check_tensors(tensors, labels, options[1])
     saves = backward == "save" and wants_gradient(tensors) and not is_tracing()
     call = operator.gated_linear_saving if saves else operator.gated_linear
-    y: Tensor = call(*tensors, *options, backend_of_call(), key=key if dtype is None else None)  # under autocast of other tensors
-    return y
+    return call(*tensors, *options, backend_of_call(), key=key if dtype is None else None)  # under autocast of other tensors
 
 
 def _check_tensors(tensors: Any, labels: tuple[str, ...], layout: str) -> None:

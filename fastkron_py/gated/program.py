@@ -125,8 +125,7 @@ def _add_forward(build: Builder, wide: Wide, options: Options, by_triton: bool, 
 
 def _add_linear(build: Builder, y: Tensor, down: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     operands = (y, down) if bias is None else (y, down, bias)
-    found: Tensor = build.call(options.product(linear, y.dtype), operands, describe((y.shape[0], down.shape[0]), y.dtype))
-    return found
+    return build.call(options.product(linear, y.dtype), operands, describe((y.shape[0], down.shape[0]), y.dtype))
 
 
 def _add_pairs(build: Builder, wide: Wide, options: Options) -> Tensor:
@@ -143,8 +142,7 @@ def _add_by_torch(build: Builder, wide: Wide, options: Options, shape: tuple[int
         return function(*take(given, there))
 
     x = wide[0]
-    made: Tensor = build.call(options.product(call, x.dtype), [t for t in wide if t is not None], describe(shape, x.dtype))
-    return made
+    return build.call(options.product(call, x.dtype), [t for t in wide if t is not None], describe(shape, x.dtype))
 
 
 def _add_gate(build: Builder, pairs: Tensor, options: Options) -> Tensor:
@@ -154,8 +152,7 @@ def _add_gate(build: Builder, pairs: Tensor, options: Options) -> Tensor:
     def gate(pairs: Tensor) -> Tensor:
         return torch_backend.gate_by_slices(pairs, activation, layout)
 
-    y: Tensor = build.call(gate, (pairs,), describe((pairs.shape[0], pairs.shape[1] // 2), pairs.dtype))
-    return y
+    return build.call(gate, (pairs,), describe((pairs.shape[0], pairs.shape[1] // 2), pairs.dtype))
 
 
 # ---- backward ----------------------------------------------------------------------------------
@@ -234,12 +231,10 @@ class _Backward(NamedTuple):
 
     def _product(self, function: Callable[..., Tensor], operands: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         dtype = operands[0].dtype
-        found: Tensor = self.build.call(self.options.product(function, dtype), operands, describe(shape, dtype))
-        return found
+        return self.build.call(self.options.product(function, dtype), operands, describe(shape, dtype))
 
     def _column_sums(self, t: Tensor) -> Tensor:
-        found: Tensor = self.build.call(column_sums, (t,), describe(t.shape[1:], t.dtype))
-        return found
+        return self.build.call(column_sums, (t,), describe(t.shape[1:], t.dtype))
 
 
 def _sum_of_products(t: Tensor, weight: Tensor, u: Tensor, gate: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def poly_kan(
         given: Any = (x, coefficients) if bias is None else (x, coefficients, bias)
         entry = CACHE.find(key, given)
         if entry is not None:
-            return entry.call(given, entry.options)  # type: ignore[no-any-return]
+            return entry.call(given, entry.options)
     check_precision(precision)
     if isinstance(x, Tensor):
         checked = _checked(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
@@ -103,7 +103,7 @@ def poly_kan(
         checked = _checked(basis, basis_parameters, normalization, given, evaluation, lut_size)
         return _poly_kan(loaded["x"], loaded["coefficients"], loaded.get("bias"), checked, precision, None)
 
-    return through_bridge(arrays, call)  # type: ignore[no-any-return]
+    return through_bridge(arrays, call)
 
 
 class _Checked(NamedTuple):
@@ -206,8 +206,7 @@ def _poly_kan(
         x = torch.nn.functional.layer_norm(wide(x), x.shape[-1:])
     x = x.to(like.dtype)
     options = checked.description, _ELEMENTWISE[normalization], checked.table_size, precision, backend_of_call()
-    y: Tensor = operator.poly_kan(x, coefficients, bias, *options, key=None if dtype is not None else key)
-    return y
+    return operator.poly_kan(x, coefficients, bias, *options, key=None if dtype is not None else key)
 
 
 def _check_shapes(x: Tensor, like: Tensor, coefficients: Any, bias: Any, checked: _Checked) -> None:

@@ -84,8 +84,8 @@ class Problem(NamedTuple):
 
     def basis(self, derivative: bool, first: int) -> DeviceBasis:
         """The basis's values or derivatives, from a degree on, as an argument of a kernel."""
-        layer = self.layer
-        return DeviceBasis(layer.terms, first, layer.constants, *layer.prologues[derivative], *self.normalizer)
+        layer, (start, step, value) = self.layer, self.layer.prologues[derivative]
+        return DeviceBasis(layer.terms, first, layer.constants, start, step, value, *self.normalizer)
 
 
 class _Call(NamedTuple):
@@ -221,8 +221,7 @@ def _table(build: Builder, x: Tensor, layer: LayerConfig) -> Tensor:
     if not layer.table_size:
         return x
     dtype, device = x.dtype, build.device
-    table: Tensor = build.call(lambda: layer.table(dtype, device), (), describe((layer.terms, layer.table_size), wide_dtype(dtype)))
-    return table
+    return build.call(lambda: layer.table(dtype, device), (), describe((layer.terms, layer.table_size), wide_dtype(dtype)))
 
 
 # ---- launches, and the second stage of their sums --------------------------------------------------

@@ -93,7 +93,7 @@ def hadamard(
             raise type_error("out", f"None, since x is {bridge.noun}", type_name(out))
         with bridge.context():
             loaded = {name: bridge.load(array, name) for name, array in given.items()}
-            return bridge.give_back(hadamard(**loaded, scale=scale, transpose=transpose, precision=precision))  # type: ignore[no-any-return]
+            return bridge.give_back(hadamard(**loaded, scale=scale, transpose=transpose, precision=precision))
     check_tensor("x", x, x, "x")
     if x.ndim == 0:
         raise value_error("x", "at least one dimension", tuple(x.shape))

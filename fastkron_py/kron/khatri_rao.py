@@ -57,7 +57,7 @@ def khatri_rao_matmul(matrices: Sequence[ArrayT], coefficients: ArrayT, *, trans
         with bridge.context():
             *loaded, c = [bridge.load(a, name) for a, name in zip(given, names, strict=True)]
             found: Any = khatri_rao_matmul(loaded, c, transpose=transpose, precision=precision)
-            return bridge.give_back(found)  # type: ignore[no-any-return]
+            return bridge.give_back(found)
     return _multiply(list(matrices), coefficients, names, transpose, precision)  # type: ignore[arg-type, return-value]
 
 

@@ -276,8 +276,7 @@ def convert_kan(source: nn.Module | Mapping[str, Tensor]) -> nn.Module:
         _check_own_parameters(source, [module for _, module in replaced])
         for new, module in replaced:
             _taken_over(new, module, found)
-        converted: nn.Module = copy.deepcopy(source, found)
-        return converted
+        return copy.deepcopy(source, found)
     if not isinstance(source, Mapping):
         raise type_error("source", "a module or a state_dict", type_name(source))
     layers: dict[str, dict[str, Tensor]] = {}

@@ -305,13 +305,11 @@ class GRKAN(nn.Module):
         """``[..., in_features]`` to ``[..., out_features]``."""
         x = self.drop1(self.act1(x))
         x = self.drop2(_linear_then(self.fc1, self.act2, x))
-        y: Tensor = self.fc2(x)
-        return y
+        return self.fc2(x)
 
 
 def _linear_then(linear: nn.Linear, act: GroupRational, x: Tensor) -> Tensor:
     """``act(linear(x))``, in one kernel where that is faster and where nobody has put anything else, or a hook, in place of the two."""
     if not (is_plain(linear, nn.Linear) and is_plain(act, GroupRational)):
-        y: Tensor = act(linear(x))
-        return y
+        return act(linear(x))
     return linear_rational(x, linear.weight, linear.bias, act.numerator, act.denominator, **act.options)

@@ -199,8 +199,7 @@ def identity(degrees: tuple[int, int], version: str) -> Fit:
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return found
+    return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
 def initial(name: str, degrees: tuple[int, int], version: str) -> Fit:

@@ -78,7 +78,7 @@ def rational(
     def call(loaded: dict[str, Tensor]) -> Tensor:
         return _apply(loaded["x"], loaded["numerator"], loaded["denominator"], version, training, noise)
 
-    return through_bridge(arrays, call)  # type: ignore[no-any-return]
+    return through_bridge(arrays, call)
 
 
 class Prepared(NamedTuple):
@@ -119,10 +119,9 @@ def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, trai
     key = call_key("rational", x, version, training, noise)
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
-        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)
     made = prepare(x, numerator, denominator, version, training, noise, key)
-    y: Tensor = operator.rational(x, made.numerator, denominator, made.version, made.dtype, made.backend, key=made.key)
-    return y
+    return operator.rational(x, made.numerator, denominator, made.version, made.dtype, made.backend, key=made.key)
 
 
 def linear_rational(
@@ -171,7 +170,7 @@ def linear_rational(
     key = "linear_rational", found.without_noise.name, bias is None
     entry = CACHE.find(key, tensors) if is_fixed else None
     if entry is not None:
-        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)
     _check_tensors(x, numerator, denominator)
     dtype = autocast_dtype(x)
     _check_linear(weight, bias, x, x.dtype if dtype is None else None)
@@ -181,8 +180,7 @@ def linear_rational(
     _check_shapes(weight.mT, numerator, denominator, found)  # whose last dimension is the function's
     x, (weight,), bias = autocasted(x, [weight], bias)
     # Under autocast it is called on other tensors than these.
-    y: Tensor = operator.linear_rational(x, weight, bias, numerator, denominator, key[1], key=key if dtype is None else None)
-    return y
+    return operator.linear_rational(x, weight, bias, numerator, denominator, key[1], key=key if dtype is None else None)
 
 
 # ---- checks ----------------------------------------------------------------------------------
@@ -282,15 +280,14 @@ def rational_linear(
     key = call_key("rational_linear", x, version, training, noise, bias is None)
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
-        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)
     made: Prepared = prepare(x, numerator, denominator, version, training, noise, key)
     key = made.key
     _check_linear(weight, bias, x, None if made.is_autocast else made.dtype)
     if made.is_autocast:  # the operator looks up its own tensors
         key, weight, bias = None, weight.to(made.dtype), None if bias is None else bias.to(made.dtype)
     given = x, made.numerator, denominator, weight, bias
-    z: Tensor = operator.rational_linear(*given, made.version, made.dtype, made.backend, key=key)
-    return z
+    return operator.rational_linear(*given, made.version, made.dtype, made.backend, key=key)
 
 
 # ---- layer normalisation before the function -------------------------------------------------------
@@ -341,7 +338,7 @@ def layer_norm_rational(
     key = call_key("layer_norm_rational", x, version, training, noise, eps, type(eps))
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
-        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)
     made = prepare(x, numerator, denominator, version, training, noise, key)
     if isinstance(eps, bool) or not isinstance(eps, int | float):
         raise type_error("eps", "a number", type_name(eps))
@@ -352,5 +349,4 @@ def layer_norm_rational(
     weight, bias = weight.contiguous(), bias.contiguous()
     is_same = weight is tensors[1] and bias is tensors[2]  # else the operator looks up its own tensors
     given = x, weight, bias, made.numerator, denominator
-    y: Tensor = operator.layer_norm_rational(*given, float(eps), made.version, made.dtype, made.backend, key=made.key if is_same else None)
-    return y
+    return operator.layer_norm_rational(*given, float(eps), made.version, made.dtype, made.backend, key=made.key if is_same else None)

@@ -61,8 +61,7 @@ def add_forward(build: Builder, x: Tensor, a: Tensor, b: Tensor, version: str, d
     """
     y = torch.empty_like(x, dtype=dtype)
     if x.numel() == 0:
-        made: Tensor = build.call(lambda x: torch.empty_like(x, dtype=dtype), (x,), y)
-        return made
+        return build.call(lambda x: torch.empty_like(x, dtype=dtype), (x,), y)
     # As they are, x as y lies, both contiguous: dimensions of odd orders, such as channels between which others lie in part, are copied.
     layouts = [(x, y), (torch.empty_like(y, dtype=x.dtype), y), (describe(x.shape, x.dtype), describe(y.shape, y.dtype))]
     runs, (source, target) = _first(layouts, a, b)
@@ -160,8 +159,7 @@ def _add_normalised(build: Builder, x: Tensor, weight: Tensor, bias: Tensor, eps
     def normalise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return normalised(x, weight, bias, eps).contiguous()
 
-    h: Tensor = build.call(normalise, (x, weight, bias), describe(x.shape, wide_dtype(x.dtype)))
-    return h
+    return build.call(normalise, (x, weight, bias), describe(x.shape, wide_dtype(x.dtype)))
 
 
 def layer_norm_gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:

@@ -84,8 +84,7 @@ def log_prob(original: Callable[..., Tensor], self: Any, value: Tensor) -> Tenso
         quadratic, logdet = shifted.inv_quad_logdet(difference, **_estimate(shifted, is_exact))
     except (ValueError, _Singular):  # not positive definite but for rounding: the Cholesky factor gets a jitter
         return original(self, value)
-    found: Tensor = -0.5 * (quadratic + logdet + value.shape[-1] * math.log(2 * math.pi))
-    return found
+    return -0.5 * (quadratic + logdet + value.shape[-1] * math.log(2 * math.pi))
 
 
 def _estimate(shifted: Solvable, is_exact: bool) -> dict[str, Any]:

@@ -188,8 +188,7 @@ def differentiate(original: Callable[..., Any], self: Any, left_vecs: Tensor, ri
     if left_vecs.ndim == 1:
         left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
     if not (needless and _takes(self, left_vecs.detach(), right_vecs.detach())):
-        result: tuple[Tensor | None, ...] = original(self, left_vecs, right_vecs)
-        return result
+        return original(self, left_vecs, right_vecs)
     sides = _sides(self)
     left, right = apply(sides.left.to_grid, left_vecs), apply(sides.right.to_grid, right_vecs)
     return (*self.base_linear_op._bilinear_derivative(left, right), None, None, None, None)

@@ -128,8 +128,7 @@ def _dense(op: Any) -> Tensor:
     # to_dense is remembered by the operator: a matrix built without gradients must not be found by a caller that wants them.
     if not _is_dense(op) and op.requires_grad and not torch.is_grad_enabled():
         op = op.detach()
-    dense: Tensor = op.to_dense()
-    return dense
+    return op.to_dense()
 
 
 def _diagonals_made_dense(parts: list[Part]) -> list[Part]:
@@ -276,8 +275,7 @@ def _apply(run: Run, y: Tensor) -> Tensor:
             return kron_matmul_left([_shared(p.value, y) for p in run], y).unsqueeze(-3)
         return kron_matmul_left([_shared(_aside(p.value), y) for p in run], y)
     if part.kind == "diagonal":
-        scaled: Tensor = y * part.value[..., None, :, None]
-        return scaled
+        return y * part.value[..., None, :, None]
     *batch, before, width, tail = y.shape
     product: Tensor = part.value._matmul(y.transpose(-3, -2).reshape(*batch, width, before * tail))
     return product.reshape(*product.shape[:-1], before, tail).transpose(-3, -2)
