@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastkron_py.nn.modules import is_materialized
-from fastkron_py.nn.poly_kan import PolyKANLinear
-from fastkron_py.nn.poly_kan_base import check_range
+from fastkron_py.nn.poly_kan import PolyKANLinear, check_range
 from fastkron_py.runtime.checks import check_integer, check_interval, check_positive
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
