@@ -58,11 +58,6 @@ def renamed(key: str) -> str | None:
     return stem + dot + _NAMES[last] if last in _NAMES else None
 
 
-def is_released_layout(state_dict: Mapping[str, Any]) -> bool:
-    """Whether rational functions are named as in the released checkpoints."""
-    return any(renamed(key) is not None for key in state_dict)
-
-
 def convert_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Unwrap a released checkpoint and rename its coefficients.
 
@@ -247,23 +242,21 @@ class KATMlp(GRKAN):
         self.drop2 = nn.Dropout(second)
         self.recompute: tuple[bool, bool] = check_pair("recompute", recompute, check_flag)
 
-    def forward(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+    def forward(self, x: Tensor, norm: Any = None) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``.
 
         Args:
             x: the argument.
             norm: a layer normalisation to apply to x first, in one pass with the first function where it is an ordinary one.
         """
-        if norm is not None and not self.recompute[0] and _is_plain_norm(norm) and is_plain(self.act1, GroupRational):
-            x = self.fc1(self.drop1(self._normalised(x, norm)))
+        act, plain = self.act1, norm is not None and not self.recompute[0] and _is_plain_norm(norm)
+        if plain and is_plain(act, GroupRational):
+            x = layer_norm_rational(x, norm.weight, norm.bias, act.numerator, act.denominator, eps=norm.eps, **act.options)
+            x = self.fc1(self.drop1(x))
         else:
             x = x if norm is None else norm(x)
-            x = self._pair_of_layers(x, self.act1, self.drop1, self.fc1, self.recompute[0])
+            x = self._pair_of_layers(x, act, self.drop1, self.fc1, self.recompute[0])
         return self._pair_of_layers(x, self.act2, self.drop2, self.fc2, self.recompute[1])
-
-    def _normalised(self, x: Tensor, norm: Any) -> Tensor:
-        act = self.act1
-        return layer_norm_rational(x, norm.weight, norm.bias, act.numerator, act.denominator, eps=norm.eps, **act.options)
 
     def _pair_of_layers(self, x: Tensor, act: GroupRational, drop: nn.Dropout, linear: nn.Linear, recompute: bool) -> Tensor:
         dropping = self.training and drop.p > 0
@@ -403,7 +396,7 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module, **opti
     if not isinstance(state_dict, Mapping):
         raise type_error("state_dict", "tensors by name, or a checkpoint that holds such", type_name(state_dict))
     names = state_dict.get("state_dict", state_dict.get("model", state_dict))
-    if any(key.startswith("blocks.") or key.startswith("module.") for key in names) or is_released_layout(names):
+    if any(key.startswith("blocks.") or key.startswith("module.") for key in names) or any(map(renamed, names)):
         state_dict = convert_state_dict(state_dict)
     return vision_transformer.checkpoint_filter_fn(state_dict, model, **options)
 

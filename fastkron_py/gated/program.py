@@ -63,7 +63,7 @@ def is_by_triton(x: Tensor, weight: Tensor, options: Options) -> bool:
     chosen = choose_backend(options.backend, x)
     if chosen == "torch" or x.dtype == torch.float64 or x.numel() == 0 or weight.numel() == 0:
         return False
-    if not find_activation(options.activation).has_device_functions:
+    if find_activation(options.activation).value is None:
         return False
     exact = x.is_cuda and x.dtype == torch.float32 and x.shape[-1] > _LONGEST_SUM and resolved(options.precision) == "highest"
     return not (exact and (options.backend or requested_backend()) == "auto")
@@ -82,7 +82,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saving: bool = Fal
     wide = (build.reshape(x, (rows, x.shape[-1])), weight, gate, _bias_of_rows(build, bias, rows, by_triton))
     y, pairs = _add_forward(build, wide, chosen, by_triton, saving)
     if down is not None:
-        y = _add_linear(build, y, down, down_bias, chosen)
+        y = build.call(chosen.product(linear, y.dtype), (y, down, down_bias), describe((rows, down.shape[0]), y.dtype))
     results, shapes = ([y, pairs], [shape, (rows, 2 * hidden)]) if saving else ([y], [shape])
     # Autograd saves the pairs, and more.
     is_small = saving and not by_triton and chosen.precision is None and x.dtype not in HALF_DTYPES and 0 < rows * hidden <= _SMALL
@@ -99,13 +99,8 @@ def _bias_of_rows(build: Builder, bias: Any, rows: int, by_triton: bool) -> Any:
 
 def _recorded(tensors: Sequence[Any], options: Options) -> Callable[..., Tensor]:
     """The layer as operations that autograd records, as a function of the tensors that are present."""
-    there = [t is not None for t in tensors]
-
-    def call(*given: Tensor) -> Tensor:
-        layer: Any = take(given, there)
-        return torch_backend.forward(layer, options.activation, options.layout)
-
-    return call
+    there, forward = [t is not None for t in tensors], partial(torch_backend.forward, activation=options.activation, layout=options.layout)
+    return lambda *given: forward(take(given, there))  # type: ignore[arg-type]
 
 
 def _add_forward(build: Builder, wide: Wide, options: Options, by_triton: bool, saving: bool) -> tuple[Tensor, Any]:
@@ -123,11 +118,6 @@ def _add_forward(build: Builder, wide: Wide, options: Options, by_triton: bool, 
     return _add_by_torch(build, wide, options, shape, multiply), None
 
 
-def _add_linear(build: Builder, y: Tensor, down: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    operands = (y, down) if bias is None else (y, down, bias)
-    return build.call(options.product(linear, y.dtype), operands, describe((y.shape[0], down.shape[0]), y.dtype))
-
-
 def _add_pairs(build: Builder, wide: Wide, options: Options) -> Tensor:
     """Both of every pair ``[M, 2 H]`` by torch."""
     shape = wide[0].shape[0], 2 * torch_backend.hidden_size(*wide[1:3])
@@ -136,22 +126,13 @@ def _add_pairs(build: Builder, wide: Wide, options: Options) -> Tensor:
 
 def _add_by_torch(build: Builder, wide: Wide, options: Options, shape: tuple[int, int], function: Callable[..., Tensor]) -> Tensor:
     """A function of x, weight, gate and bias."""
-    there = [t is not None for t in wide]
-
-    def call(*given: Tensor) -> Tensor:
-        return function(*take(given, there))
-
-    x = wide[0]
-    return build.call(options.product(call, x.dtype), [t for t in wide if t is not None], describe(shape, x.dtype))
+    there, dtype = [t is not None for t in wide], wide[0].dtype
+    return build.call(options.product(lambda *given: function(*take(given, there)), dtype), wide, describe(shape, dtype))
 
 
 def _add_gate(build: Builder, pairs: Tensor, options: Options) -> Tensor:
     """``y [M, H]`` by torch."""
-    activation, layout, *_ = options
-
-    def gate(pairs: Tensor) -> Tensor:
-        return torch_backend.gate_by_slices(pairs, activation, layout)
-
+    gate = partial(torch_backend.gate_by_slices, activation=options.activation, layout=options.layout)
     return build.call(gate, (pairs,), describe((pairs.shape[0], pairs.shape[1] // 2), pairs.dtype))
 
 
@@ -222,11 +203,7 @@ class _Backward(NamedTuple):
             return launches.add_stored_gradients(build, dy, pairs, options, self.in_place, again)
         pairs = _add_pairs(build, wide, options) if pairs is None else pairs
         y = _add_gate(build, pairs, options) if again else None
-        activation, layout, *_ = options
-
-        def by_torch(dy: Tensor, pairs: Tensor) -> Tensor:
-            return torch_backend.pair_gradients(dy, pairs, activation, layout)
-
+        by_torch = partial(torch_backend.pair_gradients, activation=options.activation, layout=options.layout)
         return build.call(by_torch, (dy, pairs), describe(pairs.shape, pairs.dtype)), y
 
     def _product(self, function: Callable[..., Tensor], operands: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

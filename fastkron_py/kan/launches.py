@@ -148,19 +148,14 @@ def add_gradients(
             found = [build.empty(t.shape, t.dtype) for t in (x, aligned)]
             _add_plain_gradients(call, (dy, dy), (aligned, aligned), *found)
         else:
-            together = needs[0] and needs[1] and pipelined and _prepares_both(problem)
+            # In one launch where a launch counts, and memory for both at a time does not.
+            together = needs[0] and needs[1] and pipelined and problem.is_split and dy.numel() + coefficients.numel() <= _PREPARED_TOGETHER
             ready = operands.prepared(build, coefficients, dy, layer.first) if together else None
             found = [_add_input_gradient(call, pipelined, ready)] if needs[0] else []
             found += [_add_coefficient_gradient(call, pipelined, ready)] if needs[1] else []
     if needs[2]:
         found.append(build.call(column_sums, (dy,), describe(dy.shape[1:], dy.dtype)))
     return found
-
-
-def _prepares_both(problem: Problem) -> bool:
-    """Whether Hopper's gradients prepare their operands in one launch: where a launch counts, and memory for both at a time does not."""
-    elements = problem.rows * problem.num_out + problem.layer.terms * problem.num_out * problem.num_in
-    return problem.is_split and elements <= _PREPARED_TOGETHER
 
 
 def _add_input_gradient(call: _Call, pipelined: bool, ready: operands.Prepared | None) -> Tensor:

@@ -274,7 +274,10 @@ class _Places:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         inside = [name + "." for name, module in self._modules.items() if isinstance(module, LoKrLayer)]
         self.layers = {
-            name: module for name, module in self._modules.items() if name and _can_adapt(module) and not name.startswith(tuple(inside))
+            name: module
+            for name, module in self._modules.items()
+            if isinstance(module, LoKrLayer | nn.Conv2d) or (hasattr(module, "in_features") and hasattr(module, "out_features"))
+            if name and not name.startswith(tuple(inside))
         }
         self._underscored: dict[str, list[str]] = {}
         self._first: dict[nn.Module, str] = {}  # of the names of a shared layer
@@ -365,10 +368,6 @@ def _stem(candidate: str, own: str) -> str | None:
     """What stands before the last part of a name, or None where that is another one."""
     stem = candidate.removesuffix(own)
     return stem if stem != candidate and stem[-1:] in ("", ".", "_") else None
-
-
-def _can_adapt(module: nn.Module) -> bool:
-    return isinstance(module, LoKrLayer | nn.Conv2d) or all([hasattr(module, name) for name in ("in_features", "out_features")])
 
 
 def _shape(layer: Any) -> tuple[int, ...]:
@@ -537,15 +536,12 @@ def common_factor(layers: Mapping[str, LoKrLayer]) -> int:
         first = layer.adapter().w1.size
         splits[name] = [*zip((first.rows, first.columns), _shape(layer)[:2], strict=True)]
     for factor in (-1, *sorted({first for split in splits.values() for first, _ in split})):
-        if all([_split_by_peft(size, factor) == first for split in splits.values() for first, size in split]):
+        # To PEFT, a factor that divides is the first, also where it is the larger one.
+        pairs = [pair for split in splits.values() for pair in split]
+        if all([(factor if factor > 0 and size % factor == 0 else split_size(size, factor)[0]) == first for first, size in pairs]):
             return factor
     shown = [f"{name} {split[0][0]} x {split[1][0]}" for name, split in splits.items()][:_SHOWN]
     raise value_error("format", "another one: PEFT and diffusers have one decompose_factor for all layers", f"w1 of {', '.join(shown)}")
-
-
-def _split_by_peft(size: int, factor: int) -> int:
-    """The first size that PEFT splits into; a factor that divides is the first, also where it is the larger one."""
-    return factor if factor > 0 and size % factor == 0 else split_size(size, factor)[0]
 
 
 # ---- parts for tensor-parallel ranks ---------------------------------------------------------------

@@ -74,11 +74,7 @@ def rational(
     if isinstance(x, Tensor):
         return _apply(x, numerator, denominator, version, training, noise)  # type: ignore[arg-type, return-value]
     arrays = dict(zip(_NAMES, (x, numerator, denominator), strict=True))
-
-    def call(loaded: dict[str, Tensor]) -> Tensor:
-        return _apply(loaded["x"], loaded["numerator"], loaded["denominator"], version, training, noise)
-
-    return through_bridge(arrays, call)
+    return through_bridge(arrays, lambda t: _apply(t["x"], t["numerator"], t["denominator"], version, training, noise))
 
 
 class Prepared(NamedTuple):
