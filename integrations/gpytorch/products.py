@@ -182,22 +182,6 @@ def _transposed(part: Part) -> Part:
 Run = list[Part]
 
 
-def check_operand(parts: Parts, rhs: Tensor, name: str) -> None:
-    """Raise an error for operands that differ from a factor in dtype or device.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: another device.
-    """
-    for i, part in enumerate(parts.parts):
-        if part.value is None:
-            continue
-        if part.value.dtype != rhs.dtype:
-            raise type_error(f"linear_ops[{i}]", f"{rhs.dtype}, as the {name} has", str(part.value.dtype))
-        if part.value.device != rhs.device:
-            raise value_error(f"linear_ops[{i}]", f"a factor on {rhs.device}, where the {name} is", str(part.value.device))
-
-
 def runs_of(parts: Sequence[Part]) -> list[Run]:
     """Neighbours of one class, dense factors and identities together; every other part by itself."""
     runs: list[Run] = []
@@ -225,7 +209,11 @@ def multiply(parts: Parts, rhs: Tensor, batch: Sequence[int]) -> Tensor:
         TypeError: a factor of another dtype than rhs.
         ValueError: a factor on another device than rhs.
     """
-    check_operand(parts, rhs, "right-hand side")
+    for i, part in enumerate(parts.parts):
+        if part.value is not None and part.value.dtype != rhs.dtype:
+            raise type_error(f"linear_ops[{i}]", f"{rhs.dtype}, as the right-hand side has", str(part.value.dtype))
+        if part.value is not None and part.value.device != rhs.device:
+            raise value_error(f"linear_ops[{i}]", f"a factor on {rhs.device}, where the right-hand side is", str(part.value.device))
     if parts.matrices is not None and rhs.ndim == 2 and not batch:  # as most are
         return kron_matmul_left(parts.matrices, rhs)
     runs = runs_of(parts.parts)
