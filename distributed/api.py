@@ -29,7 +29,7 @@ from fastkron_py.kron.into import in_blocks
 from fastkron_py.kron.modes import filled, merged
 from fastkron_py.kron.operators.algebra import matrices
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
-from fastkron_py.runtime.checks import check_choice, check_precision, check_scalar
+from fastkron_py.runtime.checks import check_choice, check_precision, check_scalar, check_type
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocasted
@@ -315,8 +315,7 @@ def checked(given: Call, grid: ProcessGrid) -> Call:
     listed = [_plain_factor(f, i, x) for i, f in enumerate(grid_factors(given.factors))]
     z, local = _plain_z(given.z, x), own_block("x", x)
     check_precision(given.precision)
-    if plan is not None and not isinstance(plan, Plan):
-        raise type_error("plan", "a Plan or None", type_name(plan))
+    check_type("plan", plan, Plan | None, "a Plan or None")
     check_choice("reduction", given.reduction, REDUCTIONS)
     if isinstance(local, Tensor):
         local, listed, z = autocasted(local, listed, z)

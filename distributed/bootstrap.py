@@ -29,8 +29,8 @@ from torch.distributed.elastic.utils.store import synchronize
 from fastkron_py.distributed.agreement import difference, pack_error
 from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.grid import forget_groups
-from fastkron_py.runtime.checks import check_choice
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.checks import check_choice, check_number
+from fastkron_py.runtime.errors import value_error
 
 logger = logging.getLogger("fastkron_py")
 
@@ -152,9 +152,7 @@ def _meet(seconds: float) -> tuple[str, dist.Store]:
 def _seconds(timeout: Any) -> float:
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise type_error("timeout", "seconds or a timedelta", type_name(timeout))
-    if not 0 < timeout < math.inf:
+    if not 0 < check_number("timeout", timeout, "seconds or a timedelta") < math.inf:
         raise value_error("timeout", "a positive, finite duration", timeout)
     return float(timeout)
 

@@ -27,7 +27,7 @@ from fastkron_py.kron.operators.lazy import LazyOperator
 from fastkron_py.kron.operators.pencil import Basis, Share, eigenbasis
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
 from fastkron_py.kron.operators.spectral import SumSystem
-from fastkron_py.runtime.checks import check_choice
+from fastkron_py.runtime.checks import check_choice, check_type
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 Local = TypeVar("Local", LocalKroneckerProduct, LocalKroneckerSum, LocalKroneckerPlusDiagonal)
@@ -67,8 +67,7 @@ class GridOperator(LazyOperator, Generic[Local]):
 
     def _agree(self, make: Callable[[], Local], grid: ProcessGrid | None, reduction: Reduction) -> None:
         """Take the operator of one rank, once all ranks have made the same one; else all raise the same error. Collective."""
-        if grid is not None and not isinstance(grid, ProcessGrid):
-            raise type_error("grid", "a ProcessGrid or None", type_name(grid))
+        check_type("grid", grid, ProcessGrid | None, "a ProcessGrid or None")
         grid = ProcessGrid() if grid is None else grid
         with refused_by_all(grid):
             made = make()
@@ -161,8 +160,7 @@ class GridOperator(LazyOperator, Generic[Local]):
 
     def to(self, dtype: torch.dtype) -> Self:
         """With factors of another dtype; ranks keep their devices."""
-        if not isinstance(dtype, torch.dtype):
-            raise type_error("dtype", "a torch dtype", type_name(dtype))
+        check_type("dtype", dtype, torch.dtype, "a torch dtype")
         return self._like(self.local.to(dtype))
 
     def _array(self, x: Any) -> Any:
@@ -312,8 +310,7 @@ class GridShare(Share):
 def right_hand(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -> Tensor:
     """This rank's block of a right-hand side ``[size, M]``, once it is known to be one."""
     local = own_block("b", b)
-    if not isinstance(local, Tensor):
-        raise type_error("b", "a torch tensor", type_name(local))
+    check_type("b", local, Tensor, "a torch tensor")
     if local.dtype != dtype:
         raise type_error("b", f"the factors' dtype {dtype}", local.dtype)
     if local.device != grid.device:

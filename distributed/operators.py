@@ -27,6 +27,7 @@ from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, com
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
 from fastkron_py.kron.operators.shifted import IterativeSystem, Shifted, check_real
 from fastkron_py.kron.operators.spectral import ProductSystem
+from fastkron_py.runtime.checks import check_type
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -88,8 +89,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
         """``self (x) other``: an operator of both's factors, on this one's grid and with its reduction."""
-        if not isinstance(other, KroneckerProduct):
-            raise type_error("other", "a distributed KroneckerProduct", type_name(other))
+        check_type("other", other, KroneckerProduct, "a distributed KroneckerProduct")
         return self._like(self.local.kron(other.local))
 
     def _multiply(self, x: Any, left: bool) -> Any:

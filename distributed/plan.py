@@ -17,7 +17,7 @@ import torch
 
 from fastkron_py.distributed.layout import Leg, Step, by_rows, by_stages, chunk_offsets, chunk_rows, widths
 from fastkron_py.kron.modes import merged
-from fastkron_py.runtime.checks import DTYPES, check_choice, check_flag, check_integer, dtype_names
+from fastkron_py.runtime.checks import DTYPES, check_choice, check_flag, check_integer, check_number, check_type, dtype_names
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 MOST_CHUNKS: Final = 8
@@ -299,8 +299,7 @@ def plan(
         x @ K, M = 128, 64^4, float32: 8 x 1 grid, one chunk of rows
         ...
     """
-    if not isinstance(problem, Problem):
-        raise type_error("problem", "a Problem", type_name(problem))
+    check_type("problem", problem, Problem, "a Problem")
     _check_options(chunks, memory, transport)
     tried: list[Plan] = []
     for shape in _shapes(problem, grid, world_size):
@@ -323,8 +322,8 @@ def _check_options(chunks: Any, memory: Any, transport: Any) -> None:
     if chunks is not None and check_integer("chunks", chunks) < 1:
         raise value_error("chunks", "a positive number", chunks)
     check_choice("transport", transport, TRANSPORTS, optional=True)
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
-        raise type_error("memory", "a number of bytes or None", type_name(memory))
+    if memory is not None:
+        check_number("memory", memory, "a number of bytes or None")
 
 
 def _shapes(problem: Problem, grid: Any, world_size: Any) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from fastkron_py.integrations.versions import of_extra
 from fastkron_py.nn import GRKAN, GroupRational
 from fastkron_py.nn.modules import is_hooked, is_plain
 from fastkron_py.rational.api import layer_norm_rational, rational_linear
-from fastkron_py.runtime.checks import check_flag, check_pair, check_probability
+from fastkron_py.runtime.checks import check_flag, check_pair, check_probability, check_type
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 with of_extra("vision", "timm"):
@@ -393,8 +393,7 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module, **opti
         >>> model.load_state_dict(state)
         <All keys matched successfully>
     """
-    if not isinstance(state_dict, Mapping):
-        raise type_error("state_dict", "tensors by name, or a checkpoint that holds such", type_name(state_dict))
+    check_type("state_dict", state_dict, Mapping, "tensors by name, or a checkpoint that holds such")
     names = state_dict.get("state_dict", state_dict.get("model", state_dict))
     if any(key.startswith("blocks.") or key.startswith("module.") for key in names) or any(map(renamed, names)):
         state_dict = convert_state_dict(state_dict)

@@ -12,9 +12,9 @@ from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import check_choice, check_precision, check_real_dtype, check_tensor
+from fastkron_py.runtime.checks import check_choice, check_precision, check_real_dtype, check_tensor, check_type
 from fastkron_py.runtime.eager import is_tracing, wants_gradient
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.precision import autocast_dtype, cast
 
 ArrayT = TypeVar("ArrayT")
@@ -143,8 +143,7 @@ def _call(x: Any, weight: Any, bias: Any, after: tuple[Any, Any], activation: An
 
 
 def _pair(name: str, given: Any) -> Any:
-    if not isinstance(given, tuple | list):
-        raise type_error(name, "a pair (up, gate), since weight is one", type_name(given))
+    check_type(name, given, tuple | list, "a pair (up, gate), since weight is one")
     if len(given) != 2 or any(t is None for t in given):
         raise value_error(name, "a pair (up, gate)", f"{len(given)} tensors, {sum(t is None for t in given)} of them None")
     return given

@@ -15,7 +15,7 @@ from fastkron_py.kan.bases.registry import MOST_DEGREE, Basis, find_basis
 from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import check_choice, check_integer, check_precision, check_real_dtype, check_scalar, check_tensor
+from fastkron_py.runtime.checks import check_choice, check_finite, check_integer, check_precision, check_real_dtype, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, cast, wide
 
@@ -141,17 +141,10 @@ def _checked_bounds(bounds: Any) -> tuple[Any, Any]:
     """A pair of tensors, whose numbers are not looked at, and of finite numbers, which do not fall."""
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
         raise type_error("bounds", "a pair (lowest, highest)", type_name(bounds))
-    low, high = (b if isinstance(b, Tensor) else check_real(f"bounds[{i}]", b, "a number or a tensor") for i, b in enumerate(bounds))
+    low, high = (b if isinstance(b, Tensor) else check_finite(f"bounds[{i}]", b, "a number or a tensor") for i, b in enumerate(bounds))
     if not isinstance(low, Tensor) and not isinstance(high, Tensor) and low > high:
         raise value_error("bounds", "the lowest number not above the highest", (low, high))
     return low, high
-
-
-def check_real(name: str, value: Any, expected: str = "a number") -> Any:
-    """A finite float, or a compiler's symbol of one."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise type_error(name, expected, type_name(value))
-    return check_scalar(name, value)
 
 
 def check_arguments(basis: Any, parameters: Any, normalization: Any, evaluation: Any, lut_size: Any, terms: int) -> None:
@@ -181,7 +174,7 @@ def check_parameters(basis: Any, given: Any) -> tuple[float, ...]:
 
 def _constant(name: str, value: Any) -> float:
     """A finite float. A graph is compiled for its value, which kernels have for a constant: Dynamo makes a symbol of a float else."""
-    number = check_real(name, value)
+    number = check_finite(name, value)
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_scalar
 

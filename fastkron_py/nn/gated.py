@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fastkron_py.gated.activations.registry import find_gate
 from fastkron_py.gated.api import BACKWARDS, LAYOUTS, gated_linear, gated_mlp, pack_gated, unpack_gated
 from fastkron_py.nn.modules import EXTRA, Configured, is_plain_linear
-from fastkron_py.runtime.checks import check_choice, check_flag, check_positive, check_precision
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.checks import check_choice, check_flag, check_positive, check_precision, check_type
+from fastkron_py.runtime.errors import value_error
 
 # Names of (gate, up, down) in checkpoints of others: Hugging Face's, and Llama's own.
 _UNPACKED: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -141,8 +141,7 @@ class GatedMLP(Configured):
             ValueError: sizes that do not fit, or a bias of only one of gate and up.
         """
         for name, module in (("gate", gate), ("up", up), ("down", down)):
-            if not isinstance(module, nn.Linear):
-                raise type_error(name, "an nn.Linear", type_name(module))
+            check_type(name, module, nn.Linear, "an nn.Linear")
         if (gate.bias is None) != (up.bias is None):
             raise value_error("up", "a bias where gate has one, and only there", "one without the other")
         if down.in_features != up.out_features:

@@ -23,6 +23,7 @@ from fastkron_py.runtime.checks import (
     check_positive,
     check_probability,
     check_scalar,
+    check_type,
 )
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -383,8 +384,7 @@ class LoKrLayer(Configured):
             TypeError: the state is not a mapping.
             ValueError: names that are missing, unknown, given twice or of several layers; another shape; the layer is merged.
         """
-        if not isinstance(state, Mapping):
-            raise type_error("state", "a mapping of names to tensors", type_name(state))
+        check_type("state", state, Mapping, "a mapping of names to tensors")
         self._check_unmerged()
         layers = sorted({split_name(key)[0] for key in state})
         if len(layers) > 1:

@@ -22,7 +22,7 @@ from fastkron_py.adapters.plan import split_size
 from fastkron_py.nn.lokr import LoKrConv2d, LoKrLinear
 from fastkron_py.nn.lokr_base import NAMES, LoKrLayer, LoKrOptions, split_name
 from fastkron_py.nn.lokr_tensors import Tensors, cut_columns, cut_rows, holder, join_rows, rank_of, scaled, sizes_of
-from fastkron_py.runtime.checks import check_choice, check_integer, check_positive, check_scalar
+from fastkron_py.runtime.checks import check_choice, check_integer, check_positive, check_scalar, check_type
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _PEFT: Final = "base_model.model."
@@ -107,10 +107,8 @@ def load_lokr(
         >>> load_lokr(model, {"lycoris_0.lokr_w1": w1, "lycoris_0.lokr_w2": w2, "lycoris_0.alpha": alpha})
         ('0',)
     """
-    if not isinstance(model, nn.Module):
-        raise type_error("model", "a torch.nn.Module", type_name(model))
-    if prefix is not None and not isinstance(prefix, str):
-        raise type_error("prefix", "a string or None", type_name(prefix))
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    check_type("prefix", prefix, str | None, "a string or None")
     if scale is not None:
         check_scalar("scale", scale)
     tensors, config = _read(state)
@@ -169,8 +167,7 @@ def _read(state: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any] | None]:
         if wrong is not None:
             raise type_error(f"state[{wrong!r}]", "a tensor of a name", type_name(state[wrong]))
         return state, None
-    if not isinstance(state, str | os.PathLike):
-        raise type_error("state", "names and tensors, or the path of a file or of PEFT's folder", type_name(state))
+    check_type("state", state, str | os.PathLike, "names and tensors, or the path of a file or of PEFT's folder")
     path = Path(state)
     if path.is_dir():
         path = path / "adapter_model.safetensors"
@@ -476,8 +473,7 @@ def lokr_state(model: nn.Module, format: str = "lycoris", *, prefix: str | None 
         ['lora_unet_0.alpha', 'lora_unet_0.lokr_w1', 'lora_unet_0.lokr_w2']
     """
     check_choice("format", format, tuple(FORMATS))
-    if prefix is not None and not isinstance(prefix, str):
-        raise type_error("prefix", "a string or None", type_name(prefix))
+    check_type("prefix", prefix, str | None, "a string or None")
     layers = lokr_layers(model)
     _check_format(layers, format)
     state: dict[str, Tensor] = {}
@@ -500,8 +496,7 @@ def lokr_layers(model: nn.Module) -> dict[str, LoKrLayer]:
         TypeError: no module.
         ValueError: a model without any.
     """
-    if not isinstance(model, nn.Module):
-        raise type_error("model", "a torch.nn.Module", type_name(model))
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoKrLayer)}
     if not layers or "" in layers:
         got = "such a layer itself: layer.adapter_state_dict()" if layers else f"none in {type_name(model)}: load_lokr puts them there"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
@@ -12,12 +11,21 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.kan.api import LUT_SIZE, check_arguments, check_real, own_bounds, poly_kan, usable_bounds
+from fastkron_py.kan.api import LUT_SIZE, check_arguments, own_bounds, poly_kan, usable_bounds
 from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.nn.modules import Configured, is_materialized
 from fastkron_py.nn.running_range import RecentBounds, is_set
 from fastkron_py.runtime.backend import backend
-from fastkron_py.runtime.checks import check_flag, check_integer, check_pair, check_positive, check_precision, check_real_dtype
+from fastkron_py.runtime.checks import (
+    check_finite,
+    check_flag,
+    check_integer,
+    check_pair,
+    check_positive,
+    check_precision,
+    check_real_dtype,
+    check_type,
+)
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 # ---- a basis, its range, and how coefficients are sampled ------------------------------------------
@@ -60,7 +68,7 @@ class EdgeFunctions(Configured):
     ) -> None:
         super().__init__()
         degree = check_integer("degree", degree)
-        if not 0 < check_real("momentum", momentum, "a number above 0, up to 1") <= 1:
+        if not 0 < check_finite("momentum", momentum, "a number above 0, up to 1") <= 1:
             raise value_error("momentum", "a number above 0, up to 1", momentum)
         check_precision(precision)
         # By default those of all parameters: torch's.
@@ -149,8 +157,7 @@ class EdgeFunctions(Configured):
 
     def _check(self, x: Any) -> None:
         """Raise an error for anything but a tensor of real numbers; layers check the shape."""
-        if not isinstance(x, Tensor):
-            raise type_error("x", "a torch tensor", type_name(x))
+        check_type("x", x, Tensor, "a torch tensor")
         if not x.is_floating_point():
             raise type_error("x", "a real floating-point dtype", x.dtype)
 
@@ -206,8 +213,7 @@ class EdgeFunctions(Configured):
 def check_range(low: Any, high: Any, like: Tensor) -> None:
     """Two tensors of finite numbers, as many as like has. The first are not above the second."""
     for name, bound in (("low", low), ("high", high)):
-        if not isinstance(bound, Tensor):
-            raise type_error(name, f"a tensor [{len(like)}]", type_name(bound))
+        check_type(name, bound, Tensor, f"a tensor [{len(like)}]")
         if bound.shape != like.shape:
             raise value_error(name, f"shape ({len(like)},)", f"shape {tuple(bound.shape)}")
     if not bool(is_set(low, high).all()):
@@ -330,8 +336,7 @@ class PolyKANLinear(EdgeFunctions):
         for name, index, count in (("output", output, self.out_features), ("input", input, self.in_features)):
             if not 0 <= check_integer(name, index) < count:
                 raise value_error(name, f"0 to {count - 1}", index)
-        if not isinstance(x, Tensor):
-            raise type_error("x", "a torch tensor", type_name(x))
+        check_type("x", x, Tensor, "a torch tensor")
         if x.ndim != 1:
             raise value_error("x", "shape [n]", f"shape {tuple(x.shape)}")
         if self.normalization == "layer_norm":
@@ -419,10 +424,7 @@ def smooth_init_(model: nn.Module, power: float = 2.0) -> nn.Module:
     Example:
         >>> kan = smooth_init_(KAN([2, 16, 1], degree=8))
     """
-    given: object = power
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise type_error("power", "a number", type_name(given))
-    if not 0 <= power < math.inf:
+    if check_finite("power", power) < 0:
         raise value_error("power", "a finite number of at least 0", power)
     layers = [m for m in model.modules() if isinstance(m, PolyKANLinear)]
     if not layers:

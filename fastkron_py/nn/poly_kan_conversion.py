@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastkron_py.nn.modules import is_materialized
 from fastkron_py.nn.poly_kan import PolyKANLinear, check_range
-from fastkron_py.runtime.checks import check_integer, check_interval, check_positive
+from fastkron_py.runtime.checks import check_integer, check_interval, check_positive, check_type
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 CHEBYKAN: Final = "cheby_coeffs"
@@ -276,8 +276,7 @@ def convert_kan(source: nn.Module | Mapping[str, Tensor]) -> nn.Module:
         for new, module in replaced:
             _taken_over(new, module, found)
         return copy.deepcopy(source, found)
-    if not isinstance(source, Mapping):
-        raise type_error("source", "a module or a state_dict", type_name(source))
+    check_type("source", source, Mapping, "a module or a state_dict")
     layers: dict[str, dict[str, Tensor]] = {}
     for name, value in source.items():
         prefix, _, last = name.rpartition(".")

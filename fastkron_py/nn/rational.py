@@ -22,6 +22,7 @@ from fastkron_py.runtime.checks import (
     check_positive,
     check_probability,
     check_real_dtype,
+    check_type,
 )
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -147,11 +148,9 @@ class GroupRational(NotScriptable, Configured):
             ValueError: x has not one dimension.
         """
         a, b = (c.detach().to("cpu", torch.float64) for c in (self.numerator, self.denominator))
-        given: Any = x
-        if not isinstance(given, Tensor):
-            raise type_error("x", "a tensor [points]", type_name(given))
-        if given.ndim != 1:
-            raise value_error("x", "shape [points]", f"shape {tuple(given.shape)}")
+        check_type("x", x, Tensor, "a tensor [points]")
+        if x.ndim != 1:
+            raise value_error("x", "shape [points]", f"shape {tuple(x.shape)}")
         t = x.to("cpu", torch.float64)[:, None].expand(-1, self.num_groups)
         with backend("torch"):  # whatever backend is asked for where the layer itself lies
             return rational(t, a, b, version=self.version)

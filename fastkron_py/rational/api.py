@@ -13,7 +13,7 @@ from fastkron_py.rational.denominators.registry import Denominator, find_denomin
 from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import REAL_DTYPES, check_dense, check_probability
+from fastkron_py.runtime.checks import REAL_DTYPES, check_dense, check_number, check_probability, check_type
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, autocasted
 
@@ -209,8 +209,7 @@ def _check_shapes(x: Tensor, numerator: Tensor, denominator: Tensor, version: De
 
 def _check_parameter(name: str, t: Any, x: Tensor, dtype: torch.dtype | None, expected: str = "a torch tensor") -> None:
     """A floating-point tensor on x's device; of this dtype, unless that is None."""
-    if not isinstance(t, Tensor):
-        raise type_error(name, expected, type_name(t))
+    check_type(name, t, Tensor, expected)
     if not t.is_floating_point() or dtype not in (None, t.dtype):
         raise type_error(name, "a floating dtype" if dtype is None else f"dtype {dtype}, as that of x", t.dtype)
     if t.device != x.device:
@@ -336,8 +335,7 @@ def layer_norm_rational(
     if entry is not None:
         return entry.call(tensors, entry.options)
     made = prepare(x, numerator, denominator, version, training, noise, key)
-    if isinstance(eps, bool) or not isinstance(eps, int | float):
-        raise type_error("eps", "a number", type_name(eps))
+    check_number("eps", eps)
     for name, t in (("weight", weight), ("bias", bias)):
         _check_parameter(name, t, x, None)
         if t.shape != x.shape[-1:]:

@@ -54,8 +54,7 @@ def _number(name: str, value: Any) -> Any:
         return value
     if isinstance(value, torch.SymFloat | torch.SymInt):
         return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Complex):
-        raise type_error(name, _SCALAR, type_name(value))
+    check_number(name, value, _SCALAR, numbers.Complex)
     try:
         number = float(value) if isinstance(value, numbers.Real) else complex(value)
     except OverflowError:
@@ -78,11 +77,27 @@ def _check_fits(name: str, value: Any, x: Tensor, x_name: str) -> None:
         raise type_error(name, f"a real number, since {x_name} is of {x.dtype}", value)
 
 
+def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Accept instances of a class, or of one of several."""
+    if not isinstance(value, kind):
+        raise type_error(name, expected, type_name(value))
+
+
+def check_number(name: str, value: Any, expected: str = "a number", kind: type = numbers.Real) -> Any:
+    """Accept a number of this kind (NumPy's too), and no bool."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise type_error(name, expected, type_name(value))
+    return value
+
+
+def check_finite(name: str, value: Any, expected: str = "a number") -> Any:
+    """Accept a finite real number, or a compiler's symbol of one; a float of it."""
+    return check_scalar(name, check_number(name, value, expected))
+
+
 def check_integer(name: str, value: Any, expected: str = "an integer") -> int:
     """Accept an integer (NumPy's too), and no bool."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise type_error(name, expected, type_name(value))
-    return int(value)
+    return int(check_number(name, value, expected, numbers.Integral))
 
 
 def check_positive(name: str, value: Any) -> int:
@@ -95,8 +110,7 @@ def check_positive(name: str, value: Any) -> int:
 
 def check_flag(name: str, value: Any) -> bool:
     """Accept True or False, and nothing that is merely true."""
-    if not isinstance(value, bool):
-        raise type_error(name, "True or False", type_name(value))
+    check_type(name, value, bool, "True or False")
     return value
 
 
@@ -122,9 +136,7 @@ def check_interval(name: str, value: Any) -> tuple[float, float]:
 
 def check_probability(name: str, value: Any, expected: str = "a probability") -> float:
     """Accept a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise type_error(name, expected, type_name(value))
-    if not 0 <= float(value) <= 1:
+    if not 0 <= float(check_number(name, value, expected)) <= 1:
         raise value_error(name, expected, value)
     return float(value)
 
@@ -155,8 +167,7 @@ def check_real_dtype(name: str, dtype: Any, expected: str = "one of") -> None:
 
 def check_dense(name: str, t: Any, expected: str, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
     """Accept a dense tensor of one of these dtypes; expected: what the argument is, if it is no tensor."""
-    if not isinstance(t, Tensor):
-        raise type_error(name, expected, type_name(t))
+    check_type(name, t, Tensor, expected)
     if t.layout != torch.strided or t.is_nested:
         raise type_error(name, "a dense (strided) tensor", "a nested tensor" if t.is_nested else t.layout)
     if t.dtype not in dtypes:

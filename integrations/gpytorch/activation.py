@@ -22,7 +22,8 @@ from linear_operator.operators import InterpolatedLinearOperator, KroneckerProdu
 from fastkron_py.integrations.gpytorch import interpolation
 from fastkron_py.integrations.gpytorch.operators import adopt
 from fastkron_py.integrations.versions import untested
-from fastkron_py.runtime.errors import type_error, type_name, warn
+from fastkron_py.runtime.checks import check_type
+from fastkron_py.runtime.errors import type_error, warn
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 TESTED: Final = {"linear_operator": ((0, 6), (0, 7)), "gpytorch": ((1, 14), (1, 16))}  # from the first on, up to but without the second
@@ -183,8 +184,7 @@ class use_fastkron:  # noqa: N801
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        if not isinstance(enabled, bool):
-            raise type_error("enabled", "a bool (the block is `with use_fastkron():`, without the model)", type_name(enabled))
+        check_type("enabled", enabled, bool, "a bool (the block is `with use_fastkron():`, without the model)")
         self._enabled = enabled
         self._unclaimed: _State | None = self._push()
 
