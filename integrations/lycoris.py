@@ -115,7 +115,7 @@ class FastLoKr(Replacement):
         if rows is None and not has_dropout:
             return adapter.added(x, base)
         product = adapter.product(x)
-        change: Tensor = module.drop(product) if rows is None else product * adapter.per_channel(rows).to(product.dtype)
+        change = module.drop(product) if rows is None else product * adapter.per_channel(rows).to(product.dtype)
         return base + change
 
 

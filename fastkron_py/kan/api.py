@@ -149,8 +149,7 @@ def _checked_bounds(bounds: Any) -> tuple[Any, Any]:
 
 def check_arguments(basis: Any, parameters: Any, normalization: Any, evaluation: Any, lut_size: Any, terms: int) -> None:
     """Refuse arguments that `poly_kan` would refuse of a layer that has no tensors yet."""
-    checked = _checked(basis, parameters, normalization, None, evaluation, lut_size)
-    _check_terms(terms, checked)
+    _check_terms(terms, _checked(basis, parameters, normalization, None, evaluation, lut_size))
 
 
 def _check_terms(terms: int, checked: _Checked) -> None:
@@ -161,8 +160,7 @@ def _check_terms(terms: int, checked: _Checked) -> None:
 
 def check_parameters(basis: Any, given: Any) -> tuple[float, ...]:
     """The basis's parameters in its order, given by name or by default."""
-    if given is None:
-        given = {}
+    given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise type_error("basis_parameters", "a mapping of names to numbers", type_name(given))
     unknown = [name for name in given if name not in basis.parameters]

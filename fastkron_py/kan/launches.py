@@ -465,9 +465,7 @@ def _add_plain_gradients(
 ) -> None:
     """One of the gradients, or both in one launch; dys and coefficients with their low halves, as the gradient's kernel reads them."""
     problem = call.problem
-    made = [_of_coefficients(problem)] if dx is None else [_of_input(problem)]
-    if dx is not None and dcoef is not None:
-        made.append(_of_coefficients(problem))
+    made = [of(problem) for of, out in ((_of_input, dx), (_of_coefficients, dcoef)) if out is not None]
     # Of a gradient that is not made, numbers are 1 and constants None.
     names = [name for name in _poly_kan_gradients_kernel.arg_names if not name.endswith("_ptr")]
     arguments = {name: None if name.isupper() else 1 for name in names} | _plain_arguments(problem)

@@ -112,10 +112,8 @@ class GatedMLP(Configured):
         }
         down = self.down_proj
         if is_plain_linear(down):
-            result: Tensor = gated_mlp(x, self.up_gate_weight, down.weight, down_bias=down.bias, **options)
-        else:
-            result = down(gated_linear(x, self.up_gate_weight, **options))
-        return result
+            return gated_mlp(x, self.up_gate_weight, down.weight, down_bias=down.bias, **options)
+        return down(gated_linear(x, self.up_gate_weight, **options))
 
     def extra_repr(self) -> str:
         """The sizes that ``print(layer)`` shows."""

@@ -47,8 +47,7 @@ class FastProducts:
             with torch.no_grad():
                 parts = parts_of(*self._factors())
             self._made = made = tensors, versions, (parts, parts.mT())
-        found = made[2][transposed]
-        return found
+        return made[2][transposed]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_made"}
