@@ -84,13 +84,11 @@ class Problem:
 
     def _merge(self) -> None:
         """Check the identities, and put neighbours together."""
-        given: Any = self.identities
-        if not isinstance(given, Sequence) or not all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in given):
-            raise type_error("identities", "a sequence of integers", given if isinstance(given, Sequence) else type_name(given))
+        given = integers("identities", self.identities)
         shapes = list(enumerate(zip(self.ps, self.qs, strict=True)))
         square = [i for i, (p, q) in shapes if p == q]
         if not set(given) <= set(square):
-            raise value_error("identities", f"indices of square factors, among {square}", tuple(given))
+            raise value_error("identities", f"indices of square factors, among {square}", given)
         factors = merged([p if i in given else (p, q) for i, (p, q) in shapes])
         ps, qs = zip(*[f if isinstance(f, tuple) else (f, f) for f in factors], strict=True)
         identities = tuple([i for i, f in enumerate(factors) if not isinstance(f, tuple)])
@@ -132,8 +130,8 @@ def positive_sizes(name: str, sizes: Any) -> tuple[int, ...]:
 
 
 def integers(name: str, given: Any, expected: str = "a sequence of integers") -> tuple[int, ...]:
-    """Accept a sequence of integers."""
-    if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(i, numbers.Integral) for i in given):
+    """Accept a sequence of integers, and no bool."""
+    if not isinstance(given, Sequence) or not all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in given):
         raise type_error(name, expected, given if isinstance(given, Sequence) else type_name(given))
     return tuple([int(i) for i in given])
 
