@@ -16,7 +16,7 @@ from fastkron_py.adapters.factor import Factor, Operands, check_factor, labelled
 from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import are_apart, can_write, check_out, check_precision, check_scalar, check_tensor
+from fastkron_py.runtime.checks import are_apart, can_write, check_out, check_precision, check_scalar, check_tensor, check_type
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, cast
@@ -84,10 +84,8 @@ def lokr_linear(
         if index is not None:
             return _indexed_linear(given, index, scale, precision, out)  # type: ignore[return-value]
         return adapted_linear(given, scale, precision, out)  # type: ignore[arg-type, return-value]
-    if index is not None:
-        raise type_error("index", "None, since x is not a torch tensor", type_name(index))
-    if out is not None:
-        raise type_error("out", "None, since x is not a torch tensor", type_name(out))
+    for name, value in (("index", index), ("out", out)):
+        check_type(name, value, type(None), "None, since x is not a torch tensor")
     parts1, parts2 = labelled("w1", w1), labelled("w2", w2)
     arrays = dict([("x", x), *parts1, *parts2, *([] if base is None else [("base", base)])])
 

@@ -390,8 +390,8 @@ def _joined(slot: Mapping[int, _Adapter], parts: int, base: nn.Module) -> _Adapt
 def _around(base: nn.Module, adapter: _Adapter, dtype: torch.dtype | None) -> LoKrLayer:
     """The layer with an adapter; one that had another keeps its dropout rates."""
     former = base if isinstance(base, LoKrLayer) else None
-    if former is not None and former.is_merged:
-        raise value_error("is_merged", "False: call unmerge() first", True)
+    if former is not None:
+        former._check_unmerged()
     inner = base if former is None else former.base_layer
     shape = _shape(inner)
     tensors = _fitted(adapter.tensors, shape)

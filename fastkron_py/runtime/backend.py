@@ -14,7 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.checks import check_choice, check_type
+from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.precision import LOWER, getter
 
 BACKENDS: Final = ("auto", "triton", "torch")
@@ -55,21 +56,12 @@ def host_time(counts: bool) -> Iterator[None]:
         >>> with fastkron_py.host_time(False):
         ...     y = fastkron_py.kron_matmul(torch.ones(3, 6), [torch.eye(2), torch.eye(3)])
     """
-    if not isinstance(counts, bool):
-        raise type_error("counts", "a bool", type_name(counts))
+    check_type("counts", counts, bool, "a bool")
     _counts_host.append(counts)
     try:
         yield
     finally:
         _counts_host.pop()
-
-
-def _check(name: str) -> str:
-    if not isinstance(name, str):
-        raise type_error("backend", f"one of {', '.join(BACKENDS)}", type(name).__name__)
-    if name not in BACKENDS:
-        raise value_error("backend", f"one of {', '.join(BACKENDS)}", repr(name))
-    return name
 
 
 def set_backend(name: str) -> None:
@@ -87,7 +79,8 @@ def set_backend(name: str) -> None:
         >>> fastkron_py.set_backend("auto")  # the default
     """
     global _default
-    _default = _check(name)
+    check_choice("backend", name, BACKENDS)
+    _default = name
 
 
 @contextlib.contextmanager
@@ -105,7 +98,8 @@ def backend(name: str) -> Iterator[None]:
         TypeError: name is not a string.
         ValueError: name is none of the three.
     """
-    token = _override.set(_check(name))
+    check_choice("backend", name, BACKENDS)
+    token = _override.set(name)
     try:
         yield
     finally:
