@@ -19,7 +19,7 @@ from fastkron_py.distributed.layout import by_stages, chunk_offsets, widths
 from fastkron_py.distributed.pipeline import Pipeline, fitting, free_memory
 from fastkron_py.distributed.plan import DIRECT, FALLBACK, Plan, Problem
 from fastkron_py.distributed.plan import plan as make_plan
-from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, tied
+from fastkron_py.distributed.replicated import REDUCTIONS, Reduction, replicate, tied
 from fastkron_py.distributed.transport.packed import RowGroup
 from fastkron_py.distributed.transport.peer_memory import open_slots
 from fastkron_py.functional import kron_matmul as local_kron_matmul
@@ -29,7 +29,7 @@ from fastkron_py.kron.into import in_blocks
 from fastkron_py.kron.modes import filled, merged
 from fastkron_py.kron.operators.algebra import matrices
 from fastkron_py.kron.planner import IN_WHOLE, InBlocks
-from fastkron_py.runtime.checks import check_precision, check_scalar
+from fastkron_py.runtime.checks import check_choice, check_precision, check_scalar, check_type
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocasted
@@ -192,8 +192,7 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
     if chosen is None:
         x, alpha, beta, z, *factors = tied((x, alpha, beta, z, *factors))
         options = {"alpha": alpha, "beta": beta, "z": z, "precision": call.precision}
-        own: Tensor = local_kron_matmul_left(factors, x, **options) if left else local_kron_matmul(x, factors, **options)
-        return own
+        return local_kron_matmul_left(factors, x, **options) if left else local_kron_matmul(x, factors, **options)
     group, size = grid.col_group if left else grid.row_group, chosen.most_elements * x.element_size()
     slots = open_slots(grid, group, _row_groups(call), size) if chosen.is_direct else None
     factors = [f.mT if left and isinstance(f, Tensor) else f for f in factors]
@@ -316,9 +315,8 @@ def checked(given: Call, grid: ProcessGrid) -> Call:
     listed = [_plain_factor(f, i, x) for i, f in enumerate(grid_factors(given.factors))]
     z, local = _plain_z(given.z, x), own_block("x", x)
     check_precision(given.precision)
-    if plan is not None and not isinstance(plan, Plan):
-        raise type_error("plan", "a Plan or None", type_name(plan))
-    check_reduction(given.reduction)
+    check_type("plan", plan, Plan | None, "a Plan or None")
+    check_choice("reduction", given.reduction, REDUCTIONS)
     if isinstance(local, Tensor):
         local, listed, z = autocasted(local, listed, z)
     check_tensors(local, listed, z, ("x", "factors", "z"), identities=True)

@@ -29,7 +29,8 @@ from torch.distributed.elastic.utils.store import synchronize
 from fastkron_py.distributed.agreement import difference, pack_error
 from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.grid import forget_groups
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.checks import check_choice, check_number
+from fastkron_py.runtime.errors import value_error
 
 logger = logging.getLogger("fastkron_py")
 
@@ -110,11 +111,7 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
     error, seconds = None, TIMEOUT
     try:  # a wrong argument is told to the other ranks before it is raised, lest they wait
         seconds = _seconds(timeout)
-        expected = f"None or one of {', '.join(BACKENDS)}"
-        if backend is not None and not isinstance(backend, str):
-            raise type_error("backend", expected, type_name(backend))
-        if backend not in (None, *BACKENDS):
-            raise value_error("backend", expected, repr(backend))
+        check_choice("backend", backend, BACKENDS, optional=True)
     except (TypeError, ValueError) as wrong:
         error = wrong
     launcher, store = _meet(seconds)
@@ -155,9 +152,7 @@ def _meet(seconds: float) -> tuple[str, dist.Store]:
 def _seconds(timeout: Any) -> float:
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise type_error("timeout", "seconds or a timedelta", type_name(timeout))
-    if not 0 < timeout < math.inf:
+    if not 0 < check_number("timeout", timeout, "seconds or a timedelta") < math.inf:
         raise value_error("timeout", "a positive, finite duration", timeout)
     return float(timeout)
 

@@ -84,7 +84,8 @@ class stage:  # noqa: N801  # used as a function is; a generator would take seve
         seconds = time.perf_counter() - self._start
         ranks = dist.get_process_group_ranks(self._group) if isinstance(self._group, dist.ProcessGroup) else self._group
         peers = "" if ranks is None else f" among {rank_text(ranks)}"
-        reason = f"a peer{peers} has died, left, or not come in time ({_first_line(error)})"
+        text = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
+        reason = f"a peer{peers} has died, left, or not come in time ({text})"
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         waiting = unfinished()
         failure = CollectiveError(self._name, rank, seconds, reason + (f"; the GPU has not finished: {waiting}" if waiting else ""))
@@ -104,11 +105,6 @@ def check_plain(name: str, tensors: Iterable[Tensor]) -> None:
         if torch.func.debug_unwrap(t) is not t or torch_internals.has_batches(t) or forward_ad.unpack_dual(t).tangent is not None:
             wanted = "plain tensors, since no exchange between ranks carries tangents or batches"
             raise NotImplementedError(f"{name}: expected {wanted}; got one of a transform such as torch.func.jvp or torch.func.vmap")
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
 
 
 def rank_text(ranks: Iterable[int]) -> str:

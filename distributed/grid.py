@@ -19,7 +19,8 @@ from fastkron_py.distributed.agreement import Control, agree, refuse, refused_by
 from fastkron_py.distributed.failures import group_timeout, rank_text, stage
 from fastkron_py.distributed.layout import chunk_offsets, widths
 from fastkron_py.distributed.plan import integers
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.checks import check_type
+from fastkron_py.runtime.errors import value_error
 
 DIMENSIONS: Final = ("rows", "cols")
 PLACEMENTS: Final = (Shard(0), Shard(1))
@@ -88,8 +89,7 @@ class ProcessGrid:
         self._control: Control = kept(ascending, lambda: Control(ascending))
         with refused_by_all(self):
             self.shape, self.device = _grid_shape(shape, ranks, self.ranks), _grid_device(device, shape)
-            if check_factors is not None and not isinstance(check_factors, bool):
-                raise type_error("check_factors", "True, False or None", type_name(check_factors))
+            check_type("check_factors", check_factors, bool | None, "True, False or None")
         self.row, self.col = divmod(self.rank, self.shape[1])
         self._check_factors = check_factors
         description = {"call": "ProcessGrid", "shape": list(self.shape), "device": self.device.type, "check_factors": self.check_factors}
@@ -169,8 +169,7 @@ class ProcessGrid:
     def _agree_on_matrix(self, call: str, name: str, matrix: Any, same_shape: bool) -> list[tuple[int, ...]]:
         """Every rank's sizes of a matrix, once all have one of the same dtype."""
         with refused_by_all(self):
-            if not isinstance(matrix, Tensor):
-                raise type_error(name, "a torch tensor", type_name(matrix))
+            check_type(name, matrix, Tensor, "a torch tensor")
             if matrix.ndim != 2 or matrix.device != self.device:
                 raise value_error(name, f"a matrix on the grid's device {self.device}", f"{tuple(matrix.shape)} on {matrix.device}")
         description = {"call": f"ProcessGrid.{call}", f"dtype of {name}": str(matrix.dtype)}
@@ -265,8 +264,7 @@ def _groups(grid: ProcessGrid, shape: tuple[int, int] | None) -> tuple[dist.Proc
             _level(grid)
             return tuple(_new_group(m) for m in members)
 
-    found: tuple[dist.ProcessGroup, ...] = kept((grid.ranks, shape), make)
-    return found
+    return kept((grid.ranks, shape), make)
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -278,7 +276,7 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     if "nccl" in dist.get_backend_config():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, pg_options=options)  # type: ignore[no-any-return]
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, pg_options=options)
 
 
 def _level(grid: ProcessGrid) -> None:
@@ -330,8 +328,7 @@ def _grid_shape(shape: Any, ranks: Any, members: tuple[int, ...]) -> tuple[int, 
 
 
 def _grid_device(device: Any, shape: Any) -> torch.device:
-    if device is not None and not isinstance(device, str | torch.device):
-        raise type_error("device", "a torch device, its name or None", type_name(device))
+    check_type("device", device, str | torch.device | None, "a torch device, its name or None")
     try:
         place = None if device is None else torch.device(device)
     except RuntimeError:
@@ -370,8 +367,7 @@ def _spread(block: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
 
 def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
     """The grid that a call is made over: the one that it is given, or that of a DTensor's mesh, which has to be of the same ranks."""
-    if grid is not None and not isinstance(grid, ProcessGrid):
-        raise type_error("grid", "a ProcessGrid", type_name(grid))
+    check_type("grid", grid, ProcessGrid | None, "a ProcessGrid")
     if not isinstance(x, DTensor):
         if grid is None:
             raise value_error("grid", "a ProcessGrid, unless x is a DTensor", None)
@@ -386,5 +382,4 @@ def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
 
 def grid_of(mesh: DeviceMesh) -> ProcessGrid:
     """The grid of a mesh, made when one like it is first seen: a slice of a mesh is another object each time."""
-    found: ProcessGrid = kept(mesh, lambda: ProcessGrid(mesh), lambda grid: not grid._closed)
-    return found
+    return kept(mesh, lambda: ProcessGrid(mesh), lambda grid: not grid._closed)

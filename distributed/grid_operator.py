@@ -16,7 +16,7 @@ from fastkron_py.distributed.agreement import agree, refused_by_all
 from fastkron_py.distributed.api import checksums, grid_factors, in_need, kron_matmul_left, shape_text
 from fastkron_py.distributed.grid import ProcessGrid, own_block
 from fastkron_py.distributed.layout import chunk_offsets
-from fastkron_py.distributed.replicated import Reduction, all_reduce, as_first, check_reduction, from_first, replicate, total
+from fastkron_py.distributed.replicated import REDUCTIONS, Reduction, all_reduce, as_first, from_first, replicate, total
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import KroneckerSum as LocalKroneckerSum
 from fastkron_py.kron.checks import is_identity
@@ -27,6 +27,7 @@ from fastkron_py.kron.operators.lazy import LazyOperator
 from fastkron_py.kron.operators.pencil import Basis, Share, eigenbasis
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
 from fastkron_py.kron.operators.spectral import SumSystem
+from fastkron_py.runtime.checks import check_choice, check_type
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 Local = TypeVar("Local", LocalKroneckerProduct, LocalKroneckerSum, LocalKroneckerPlusDiagonal)
@@ -66,8 +67,7 @@ class GridOperator(LazyOperator, Generic[Local]):
 
     def _agree(self, make: Callable[[], Local], grid: ProcessGrid | None, reduction: Reduction) -> None:
         """Take the operator of one rank, once all ranks have made the same one; else all raise the same error. Collective."""
-        if grid is not None and not isinstance(grid, ProcessGrid):
-            raise type_error("grid", "a ProcessGrid or None", type_name(grid))
+        check_type("grid", grid, ProcessGrid | None, "a ProcessGrid or None")
         grid = ProcessGrid() if grid is None else grid
         with refused_by_all(grid):
             made = make()
@@ -75,7 +75,7 @@ class GridOperator(LazyOperator, Generic[Local]):
                 raise value_error("factors", "matrices without batch dimensions", f"shape {made.shape}")
             if made.device != grid.device:
                 raise value_error("factors", f"tensors on the grid's device {grid.device}", made.device)
-            check_reduction(reduction)
+            check_choice("reduction", reduction, REDUCTIONS)
         self._set(made, grid, reduction)
         named = self._named()
         shapes = {f"shape of {name}": shape_text(a) for name, a in named if isinstance(a, Tensor) or is_identity(a)}
@@ -160,8 +160,7 @@ class GridOperator(LazyOperator, Generic[Local]):
 
     def to(self, dtype: torch.dtype) -> Self:
         """With factors of another dtype; ranks keep their devices."""
-        if not isinstance(dtype, torch.dtype):
-            raise type_error("dtype", "a torch dtype", type_name(dtype))
+        check_type("dtype", dtype, torch.dtype, "a torch dtype")
         return self._like(self.local.to(dtype))
 
     def _array(self, x: Any) -> Any:
@@ -193,8 +192,7 @@ class GridOperator(LazyOperator, Generic[Local]):
 
     def eigvalsh(self) -> Tensor:
         """The eigenvalues of `eigh`, in the same order: those of this rank's rows."""
-        values: Tensor = self.eigh().eigenvalues
-        return values
+        return self.eigh().eigenvalues
 
     def logdet(self) -> Any:
         """Log of the determinant, a 0-dimensional tensor: NaN if it is negative, -inf if it is 0, complex for complex factors.
@@ -312,8 +310,7 @@ class GridShare(Share):
 def right_hand(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -> Tensor:
     """This rank's block of a right-hand side ``[size, M]``, once it is known to be one."""
     local = own_block("b", b)
-    if not isinstance(local, Tensor):
-        raise type_error("b", "a torch tensor", type_name(local))
+    check_type("b", local, Tensor, "a torch tensor")
     if local.dtype != dtype:
         raise type_error("b", f"the factors' dtype {dtype}", local.dtype)
     if local.device != grid.device:

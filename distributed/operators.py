@@ -26,6 +26,7 @@ from fastkron_py.kron.operators.pencil import Basis, Share, check_hermitian, com
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal as LocalKroneckerPlusDiagonal
 from fastkron_py.kron.operators.shifted import IterativeSystem, Shifted, check_real
 from fastkron_py.kron.operators.spectral import ProductSystem
+from fastkron_py.runtime.checks import check_type
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -87,8 +88,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
         """``self (x) other``: an operator of both's factors, on this one's grid and with its reduction."""
-        if not isinstance(other, KroneckerProduct):
-            raise type_error("other", "a distributed KroneckerProduct", type_name(other))
+        check_type("other", other, KroneckerProduct, "a distributed KroneckerProduct")
         return self._like(self.local.kron(other.local))
 
     def _multiply(self, x: Any, left: bool) -> Any:
@@ -289,8 +289,7 @@ class _ProductSystem(GridSystem, ProductSystem):
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A x``."""
         *own, s = [p.mH if p.ndim > 1 else p.conj().resolve_conj() for p in parameters] if adjoint else parameters
-        y: Tensor = kron_matmul_left(filled(self.factors, own), x, beta=s.squeeze(-1), z=x, grid=self.grid, reduction=self.reduction)
-        return y
+        return kron_matmul_left(filled(self.factors, own), x, beta=s.squeeze(-1), z=x, grid=self.grid, reduction=self.reduction)
 
     def by_schur(self, parameters: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
         """From a complex b to ``A^-1 b``, by Schur forms."""
@@ -451,5 +450,4 @@ class _SumSystem(GridSystem):
 
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         given = [p.mH for p in parameters] if adjoint else parameters
-        y: Tensor = _sum_matmul(given[: self.size], given[self.size :], x, True, self.grid, self.reduction)
-        return y
+        return _sum_matmul(given[: self.size], given[self.size :], x, True, self.grid, self.reduction)

@@ -53,22 +53,19 @@ class Pipeline:
     def run(self, x: Tensor) -> Tensor:
         """Multiply this rank's block ``x [m, columns]``; the result is its block ``[m, columns of the result]``."""
         check_plain(self.name, [t for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
-        slots, size = self.slots, self._most_elements(len(x)) * x.element_size()
-        if slots is None or len(x) == 0 or not slots.holds(size):
+        slots, plan, rows = self.slots, self.plan, len(x)
+        # A row group may have more rows than its even share.
+        most = plan.most_elements if rows * plan.row_groups <= plan.problem.m else plan.most_elements_of(rows)
+        if slots is None or rows == 0 or not slots.holds(most * x.element_size()):
             return self._exchanged(x)
         if isinstance(self.alpha, Tensor):  # as the product on one GPU has it
             return self.alpha * replace(self, alpha=1.0).run(x)
         factors = matrices(self.factors)
         if torch.is_grad_enabled() and any([t.requires_grad for t in (x, *factors)]):
-            y: Tensor = _Product.apply(self, x, *factors)  # type: ignore[no-untyped-call]
-            return y
+            return _Product.apply(self, x, *factors)  # type: ignore[no-untyped-call]
         y = x.new_empty(len(x), self._width)
         self.forward(x, factors, y, None)
         return y
-
-    def _most_elements(self, rows: int) -> int:
-        """Elements that a chunk's exchange brings a rank at most: a row group may have more rows than its even share."""
-        return self.plan.most_elements if rows * self.plan.row_groups <= self.plan.problem.m else self.plan.most_elements_of(rows)
 
     # ---- by exchanges that autograd records ---------------------------------------------------
 
@@ -90,8 +87,7 @@ class Pipeline:
 
         wave([work(*chunk) for chunk in zip(x.split(sizes), names, outs, strict=True)])
         transfers, tokens = zip(*last, strict=True)  # autograd shall see one result
-        y: Tensor = torch.ops.aten._unsafe_view(finish(transfers, tokens, out), (m, width))  # no view, of which FSDP2 warns
-        return y
+        return torch.ops.aten._unsafe_view(finish(transfers, tokens, out), (m, width))  # no view, of which FSDP2 warns
 
     @property
     def _width(self) -> int:
@@ -203,19 +199,15 @@ class _Product(torch.autograd.Function):
         x, *others = ctx.saved_tensors
         factors, saved = others[: ctx.count], others[ctx.count :]
         need_x, *needs = ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled():
-            return None, *_recorded_gradients(product, dy, x, factors, (need_x, *needs))
+        if torch.is_grad_enabled():  # gradients that can be differentiated again, of the same product once more
+            wanted = [t for t, need in zip((x, *factors), (need_x, *needs), strict=True) if need]
+            y = replace(product, factors=factors)._exchanged(x)
+            return None, *take(torch.autograd.grad(y, wanted, dy, create_graph=True), (need_x, *needs))
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
         found = product.backward(dy.contiguous(), factors, dx, needs, dict(zip(ctx.chunks, saved, strict=True)))
         wanted = [f for f, need in zip(factors, needs, strict=True) if need]
         found = found or [torch.zeros_like(f) for f in wanted]  # of a rank without rows
         return None, dx, *take([t.to(f.dtype) for t, f in zip(found, wanted, strict=True)], needs)
-
-
-def _recorded_gradients(product: Pipeline, dy: Tensor, x: Tensor, factors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients that can be differentiated again, of the same product once more."""
-    wanted = [t for t, need in zip((x, *factors), needs, strict=True) if need]
-    return take(torch.autograd.grad(replace(product, factors=factors)._exchanged(x), wanted, dy, create_graph=True), needs)
 
 
 def ready_now(t: Tensor) -> torch.cuda.Event | None:

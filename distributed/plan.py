@@ -17,7 +17,7 @@ import torch
 
 from fastkron_py.distributed.layout import Leg, Step, by_rows, by_stages, chunk_offsets, chunk_rows, widths
 from fastkron_py.kron.modes import merged
-from fastkron_py.runtime.checks import DTYPES, check_integer, dtype_names
+from fastkron_py.runtime.checks import DTYPES, check_choice, check_flag, check_integer, check_number, check_type, dtype_names
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 MOST_CHUNKS: Final = 8
@@ -76,23 +76,19 @@ class Problem:
             raise value_error("m", "a number of rows", self.m)
         dtype: Any = self.dtype
         if dtype not in DTYPES:
-            given = dtype if isinstance(dtype, torch.dtype) else type_name(dtype)
-            raise type_error("dtype", f"a dtype among {dtype_names(DTYPES)}", given)
+            raise type_error("dtype", f"a dtype among {dtype_names(DTYPES)}", dtype if isinstance(dtype, torch.dtype) else type_name(dtype))
         for name in ("left", "gradients"):
-            if not isinstance(getattr(self, name), bool):
-                raise type_error(name, "True or False", type_name(getattr(self, name)))
+            check_flag(name, getattr(self, name))
         if self.identities != ():
             self._merge()
 
     def _merge(self) -> None:
         """Check the identities, and put neighbours together."""
-        given: Any = self.identities
-        if not isinstance(given, Sequence) or not all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in given):
-            raise type_error("identities", "a sequence of integers", given if isinstance(given, Sequence) else type_name(given))
+        given = integers("identities", self.identities)
         shapes = list(enumerate(zip(self.ps, self.qs, strict=True)))
         square = [i for i, (p, q) in shapes if p == q]
         if not set(given) <= set(square):
-            raise value_error("identities", f"indices of square factors, among {square}", tuple(given))
+            raise value_error("identities", f"indices of square factors, among {square}", given)
         factors = merged([p if i in given else (p, q) for i, (p, q) in shapes])
         ps, qs = zip(*[f if isinstance(f, tuple) else (f, f) for f in factors], strict=True)
         identities = tuple([i for i, f in enumerate(factors) if not isinstance(f, tuple)])
@@ -134,8 +130,8 @@ def positive_sizes(name: str, sizes: Any) -> tuple[int, ...]:
 
 
 def integers(name: str, given: Any, expected: str = "a sequence of integers") -> tuple[int, ...]:
-    """Accept a sequence of integers."""
-    if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(i, numbers.Integral) for i in given):
+    """Accept a sequence of integers, and no bool."""
+    if not isinstance(given, Sequence) or not all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in given):
         raise type_error(name, expected, given if isinstance(given, Sequence) else type_name(given))
     return tuple([int(i) for i in given])
 
@@ -301,8 +297,7 @@ def plan(
         x @ K, M = 128, 64^4, float32: 8 x 1 grid, one chunk of rows
         ...
     """
-    if not isinstance(problem, Problem):
-        raise type_error("problem", "a Problem", type_name(problem))
+    check_type("problem", problem, Problem, "a Problem")
     _check_options(chunks, memory, transport)
     tried: list[Plan] = []
     for shape in _shapes(problem, grid, world_size):
@@ -324,10 +319,9 @@ def plan(
 def _check_options(chunks: Any, memory: Any, transport: Any) -> None:
     if chunks is not None and check_integer("chunks", chunks) < 1:
         raise value_error("chunks", "a positive number", chunks)
-    if transport is not None and (not isinstance(transport, str) or transport not in TRANSPORTS):
-        raise value_error("transport", f"None or one of {', '.join(TRANSPORTS)}", repr(transport))
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
-        raise type_error("memory", "a number of bytes or None", type_name(memory))
+    check_choice("transport", transport, TRANSPORTS, optional=True)
+    if memory is not None:
+        check_number("memory", memory, "a number of bytes or None")
 
 
 def _shapes(problem: Problem, grid: Any, world_size: Any) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,20 +26,12 @@ from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.eager import without_autocast
-from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 T = TypeVar("T")
 Reduction = Literal["sum", "mean"]
+REDUCTIONS: Final = ("sum", "mean")
 Common = Literal["sum", "mean", "first"]
 """How ranks come to one value: "first" is the first rank's, of values that are equal but for rounding."""
-
-
-def check_reduction(reduction: Any) -> None:
-    """Raise a TypeError or a ValueError for anything but a reduction."""
-    if not isinstance(reduction, str):
-        raise type_error("reduction", '"sum" or "mean"', type_name(reduction))
-    if reduction not in ("sum", "mean"):
-        raise value_error("reduction", '"sum" or "mean"', repr(reduction))
 
 
 class _Shared(torch.autograd.Function):
@@ -102,7 +94,7 @@ def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Calla
     agree(grid, description)
     with stage(f"{description['call']}: results of the first rank", grid.group):
         dist.broadcast_object_list(found, grid.ranks[0], grid.group, grid.device)
-    return tree_map_only(Tensor, lambda t: t.to(grid.device), found[0])  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, lambda t: t.to(grid.device), found[0])
 
 
 def as_first(
@@ -149,8 +141,7 @@ class _Tied(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return gradients
         (token,) = ctx.saved_tensors
-        found: tuple[Tensor, ...] = _Tied.apply(token, *gradients)[2:]  # type: ignore[no-untyped-call]
-        return found
+        return _Tied.apply(token, *gradients)[2:]  # type: ignore[no-untyped-call]
 
 
 def tied(tensors: Sequence[Any]) -> list[Any]:

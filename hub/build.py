@@ -28,7 +28,7 @@ NAME: Final = "fastkron"
 VERSION: Final = 0  # of the interface; `kernels` reserves 0 for interfaces that may still change
 ROOMS: Final = ("gated", "kron", "rational", "runtime", "tiling")
 LEFT_OUT: Final = PACKAGE / "kron" / "operators"  # which nothing here imports
-LAYERS: Final = ("arguments.py", "gated.py", "modules.py", "rational*.py", "rational_table.json")
+LAYERS: Final = ("gated.py", "modules.py", "rational*.py", "rational_table.json")
 BACKENDS: Final[dict[str, dict[str, Any]]] = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0+PTX"]}}
 NAMESPACE: Final = 'NAMESPACE: Final = "fastkron"'  # of runtime/operator.py
 

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Final, Self
 
 from torch import nn
 
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.checks import check_type
+from fastkron_py.runtime.errors import type_name, value_error
 
 _SHOWN: Final = 3  # reasons, or classes of modules, in an error
 _PATCHED: Final = "already patched by use_fastkron"
@@ -177,8 +178,7 @@ def _leave(module: nn.Module) -> None:
 
 def _modules(model: Any, argument: str) -> Iterator[tuple[str, nn.Module]]:
     """Every module of a model, with its name."""
-    if not isinstance(model, nn.Module):
-        raise type_error(argument, "a torch.nn.Module", type_name(model))
+    check_type(argument, model, nn.Module, "a torch.nn.Module")
     yield from model.named_modules()
 
 

@@ -24,17 +24,6 @@ def installed(name: str) -> str | None:
         return None
 
 
-def refuse_older(name: str, first: tuple[int, ...]) -> None:
-    """Say so where an installed distribution is older than the first version that is supported.
-
-    Raises:
-        ImportError: it is.
-    """
-    found = installed(name)
-    if found is not None and release(found) < first:
-        raise ImportError(f"{name}: expected version {'.'.join(map(str, first))} or newer; got {found}")
-
-
 def untested(tested: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
     """The installed packages outside of ranges, from a first version on, up to but without a second; None if there are none."""
     complaints = []
@@ -61,8 +50,10 @@ def of_extra(extra: str, name: str, first: tuple[int, ...] = ()) -> Iterator[Non
             raise ImportError(f"torchvision: expected {expected}; got {installed('torchvision')}, which does not load") from error
         if not isinstance(error, ImportError):
             raise
-        if installed(name) is None:
+        found = installed(name)
+        if found is None:
             message = f"{name} is not installed: pip install 'fastkron_py[{extra}]'"
             raise ModuleNotFoundError(message, name=error.name) from error
-        refuse_older(name, first)
+        if release(found) < first:
+            raise ImportError(f"{name}: expected version {'.'.join(map(str, first))} or newer; got {found}") from error
         raise

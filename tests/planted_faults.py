@@ -318,7 +318,7 @@ FAULTS = [
     Fault("fastkron_py/nn/running_range.py", "if is_second_run():", "if False:", ("tests/nn/test_poly_kan_range.py",)),
     Fault("fastkron_py/nn/running_range.py", "return after, after", "return running, after", ("tests/nn/test_poly_kan_range.py",)),
     # Adapters and layers.
-    Fault("fastkron_py/adapters/norms.py", "row_mask.square() * kron", "row_mask * kron", ("tests/adapters/test_norms.py",)),
+    Fault("fastkron_py/adapters/adapter.py", "row_mask.square() * kron", "row_mask * kron", ("tests/adapters/test_norms.py",)),
     Fault(
         "fastkron_py/adapters/api.py",
         "beta = 0.0 if base is None else 1.0",
@@ -366,13 +366,13 @@ FAULTS = [
         ("tests/integrations/test_operator.py", "tests/integrations/test_products.py"),
     ),
     Fault(
-        "integrations/peft/layers.py",
+        "integrations/peft.py",
         "if layer.disable_adapters or layer.merged:",
         "if layer.disable_adapters:",
         ("tests/integrations/test_peft.py",),
     ),
     Fault(
-        "integrations/peft/layers.py",
+        "integrations/peft.py",
         "return rate > 0 and bool(drawn <= rate)",
         "return rate > 0 and bool(drawn > rate)",
         ("tests/integrations/test_peft.py",),

@@ -241,8 +241,7 @@ def start(local: Tensor, transfer: Transfer) -> Tensor:
     if not (local.requires_grad and torch.is_grad_enabled()):
         transfer.send(local)
         return local.new_empty(0)
-    token: Tensor = _Start.apply(local, transfer)  # type: ignore[no-untyped-call]
-    return token
+    return _Start.apply(local, transfer)  # type: ignore[no-untyped-call]
 
 
 def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -252,8 +251,7 @@ def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor], out: Tensor 
     """
     if not (torch.is_grad_enabled() and any([t.requires_grad for t in tokens])):
         return _receive(transfers, tokens[0], out)
-    block: Tensor = _Finish.apply((transfers, out), *tokens)  # type: ignore[no-untyped-call]
-    return block
+    return _Finish.apply((transfers, out), *tokens)  # type: ignore[no-untyped-call]
 
 
 def wave(chunks: Sequence[Work]) -> None:

@@ -163,8 +163,7 @@ class Slots:
         """The first elements of a peer's slot."""
 
         def view() -> Tensor:
-            found: Tensor = self._handle.get_buffer(peer, (elements,), dtype, slot * self.slot_bytes // dtype.itemsize)
-            return found
+            return self._handle.get_buffer(peer, (elements,), dtype, slot * self.slot_bytes // dtype.itemsize)
 
         return self.kept((slot, peer, elements, dtype), view)
 

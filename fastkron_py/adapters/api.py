@@ -12,11 +12,11 @@ from torch import Tensor
 from fastkron_py.adapters import operator
 from fastkron_py.adapters.batched import add_indexed, check_index
 from fastkron_py.adapters.composed import add_product, add_terms, has_terms
-from fastkron_py.adapters.factor import Factor, Operands, check_factor, labelled, loaded
-from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.adapters.factor import Factor, Operands, check_factor, labelled
+from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import are_apart, can_write, check_out, check_precision, check_scalar, check_tensor
+from fastkron_py.runtime.checks import are_apart, can_write, check_out, check_precision, check_scalar, check_tensor, check_type
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, cast
@@ -78,24 +78,22 @@ def lokr_linear(
             tensors = (x, *of1, *of2) if base is None else (x, *of1, *of2, base)
             entry = CACHE.find(key, tensors)
             if entry is not None:
-                return entry.call(tensors, (scale, *entry.options[1:]))  # type: ignore[no-any-return]
+                return entry.call(tensors, (scale, *entry.options[1:]))
     if isinstance(x, Tensor):
         given = Operands(x, _factor("w1", w1), _factor("w2", w2), base)  # type: ignore[arg-type]
         if index is not None:
             return _indexed_linear(given, index, scale, precision, out)  # type: ignore[return-value]
         return adapted_linear(given, scale, precision, out)  # type: ignore[arg-type, return-value]
-    if index is not None:
-        raise type_error("index", "None, since x is not a torch tensor", type_name(index))
-    if out is not None:
-        raise type_error("out", "None, since x is not a torch tensor", type_name(out))
+    for name, value in (("index", index), ("out", out)):
+        check_type(name, value, type(None), "None, since x is not a torch tensor")
     parts1, parts2 = labelled("w1", w1), labelled("w2", w2)
-    named = [("x", x), *parts1, *parts2, *([] if base is None else [("base", base)])]
-    bridge = find_bridge([array for _, array in named], [label for label, _ in named])
-    with bridge.context():
-        loaded_base = None if base is None else bridge.load(base, "base")
-        f1, f2 = (loaded(bridge, parts) for parts in (parts1, parts2))
-        operands = Operands(bridge.load(x, "x"), f1, f2, loaded_base)
-        return bridge.give_back(adapted_linear(operands, scale, precision))  # type: ignore[no-any-return]
+    arrays = dict([("x", x), *parts1, *parts2, *([] if base is None else [("base", base)])])
+
+    def call(loaded: dict[str, Tensor]) -> Tensor:
+        f1, f2 = (Factor(*[loaded[label] for label, _ in parts]) for parts in (parts1, parts2))
+        return adapted_linear(Operands(loaded["x"], f1, f2, loaded.get("base")), scale, precision)
+
+    return through_bridge(arrays, call)
 
 
 def _factor(name: str, given: Any) -> Factor:
@@ -113,8 +111,7 @@ def adapted_linear(given: Operands, scale: Any, precision: str | None = None, ou
         tensors = given.present
         entry = CACHE.find(key, tensors)
         if entry is not None and (out is None or are_apart(tensors[:-1], out)):
-            y: Tensor = entry.call(tensors, (scale, *entry.options[1:]))
-            return y
+            return entry.call(tensors, (scale, *entry.options[1:]))
     return _checked_product(given, scale, precision, key, out)
 
 
@@ -218,5 +215,4 @@ def product(given: Operands, scale: float, precision: str | None, key: Hashable 
         with without_autocast(x.device):  # of a pair that is multiplied out
             return add_product(x, w1, w2, base, scale, precision)
     beta = 0.0 if base is None else 1.0
-    y: Tensor = operator.lokr_linear(*given.listed, float(scale), beta, precision, requested_backend(), key=key)
-    return y
+    return operator.lokr_linear(*given.listed, float(scale), beta, precision, requested_backend(), key=key)

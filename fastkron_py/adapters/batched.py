@@ -50,8 +50,7 @@ def add_indexed(given: Operands, index: Tensor, scale: Any, precision: str | Non
         given, scale = given._replace(w1=Factor(_wide(given.w1) * scale)), 1.0
     if wants_gradient(given.present) or transforms_active():  # which derive torch's products
         return _in_torch(given, index, scale, precision)
-    y: Tensor = lokr_indexed(*given.listed, index, float(scale), precision, backend_of_call())
-    return y
+    return lokr_indexed(*given.listed, index, float(scale), precision, backend_of_call())
 
 
 def _wide(w1: Factor) -> Tensor:

@@ -64,8 +64,7 @@ def multiply(
     """
     backend = backend_of_call() if backend is None else backend
     beta = 0.0 if base is None else 1.0
-    y: Tensor = operator.kron_matmul(x, list(factors), base, float(scale), beta, precision, backend, left)
-    return y
+    return operator.kron_matmul(x, list(factors), base, float(scale), beta, precision, backend, left)
 
 
 def plan_of(w1: Factor, w2: Factor, tokens: int, device: torch.device) -> Plan:

@@ -175,8 +175,7 @@ def _pointwise(x: Tensor, w1: Factor, w2: Kernel, base: Tensor | None, scale: An
     hidden = _mix(x, [w1.left, factor.right])
     pixels = hidden.unflatten(1, (w1.size.rows, -1)).flatten(0, 1)
     z = None if base is None else base.unflatten(1, (w1.size.rows, -1)).flatten(0, 1)
-    y: Tensor = _mix(pixels, [factor.left], z, scale).unflatten(0, (x.shape[0], w1.size.rows))
-    return y.flatten(1, 2)
+    return _mix(pixels, [factor.left], z, scale).unflatten(0, (x.shape[0], w1.size.rows)).flatten(1, 2)
 
 
 def _mix(x: Tensor, factors: list[Tensor], base: Tensor | None = None, scale: Any = 1.0) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastkron_py.adapters.plan import FactorSize
-from fastkron_py.runtime.arrays import ACCEPTED, Bridge
+from fastkron_py.runtime.arrays import ACCEPTED
 from fastkron_py.runtime.checks import check_tensor
 from fastkron_py.runtime.errors import type_error, value_error
 
@@ -74,8 +73,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         return left.mm(right)
     if left.ndim == right.ndim == 3:
         return left.bmm(right)
-    found: Tensor = torch.tensordot(left, right, 1)
-    return found
+    return torch.tensordot(left, right, 1)
 
 
 def labelled(name: str, given: Any) -> list[tuple[str, Any]]:
@@ -94,11 +92,6 @@ def labelled(name: str, given: Any) -> list[tuple[str, Any]]:
         if part is None:  # which would stand for a factor that is no pair
             raise type_error(label, ACCEPTED, "None")
     return parts
-
-
-def loaded(bridge: Bridge, parts: Sequence[tuple[str, Any]]) -> Factor:
-    """The factor of a library's arrays."""
-    return Factor(*[bridge.load(part, label) for label, part in parts])
 
 
 def check_factor(name: str, factor: Factor, x: Tensor) -> None:

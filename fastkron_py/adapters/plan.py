@@ -34,11 +34,6 @@ class FactorSize(NamedTuple):
     columns: int
     rank: int | None = None
 
-    def expansion_cost(self, element: float) -> float:
-        """The cost of multiplying the pair out, where one element that is read or written costs this much."""
-        passes = 3  # the product is written and read, and its gradient written
-        return 0.0 if self.rank is None else self.rows * self.columns * (self.rank + passes * element)
-
     def choices(self, most: float) -> tuple[bool, ...]:
         """Whether it is dense, in each plan: of a pair also where its matrix has twice the pair's elements at most, or this many."""
         if self.rank is None:
@@ -76,7 +71,8 @@ def _cost(plan: Plan, w1: FactorSize, w2: FactorSize, tokens: int, costs: Costs)
         middle = w.rows if is_dense or w.rank is None else w.rank
         first.append((w.columns, middle, True))
         second.append((middle, w.rows, not is_dense))
-        cost += w.expansion_cost(costs.element) if is_dense else 0.0
+        if is_dense and w.rank is not None:  # the product is written and read, and its gradient written
+            cost += w.rows * w.columns * (w.rank + 3 * costs.element)
     for mode1, mode2 in (first,) if all(plan) else (first, second):
         cost += tokens * _product_cost(mode1, mode2, costs.element) + costs.call
     return cost

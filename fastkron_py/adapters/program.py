@@ -215,8 +215,7 @@ def add_expanded(build: Builder, pair: Any, dtype: torch.dtype, precision: str |
             return product(left, right).to(dtype)
 
     function = torch.mm if pair.left.ndim == 2 and _is_plain(pair, dtype) else call
-    made: Tensor = build.call(function, pair, describe((*pair.left.shape[:-1], pair.right.shape[-1]), dtype))
-    return made
+    return build.call(function, pair, describe((*pair.left.shape[:-1], pair.right.shape[-1]), dtype))
 
 
 def _is_plain(pair: Any, dtype: torch.dtype) -> bool:

@@ -27,7 +27,7 @@ from fastkron_py.cli.display import bytes_text, chosen_device, device_name, fail
 from fastkron_py.cli.measure import best_seconds, peak_bytes
 from fastkron_py.cli.shapes import Shape, parse_shapes
 from fastkron_py.kron.tune.table import DTYPES
-from fastkron_py.runtime.errors import value_error
+from fastkron_py.runtime.checks import check_choice
 
 DEFAULT_SHAPES: Final = {"cpu": "1024:8^3,1024:32^2,16:16^4", "cuda": "1024:8^5,1024:32^3,256:64^3"}
 SECONDS: Final = 0.5
@@ -113,8 +113,7 @@ def bench(
 def _compare(shapes: str, dtype: str, device: str, with_gradients: bool, seconds: float) -> None:
     console = Console()
     try:
-        if dtype not in DTYPES:
-            raise value_error("dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
+        check_choice("dtype", dtype, DTYPES)
         settings = Settings(getattr(torch, dtype), chosen_device(device), with_gradients, seconds)
         problems = parse_shapes(shapes or DEFAULT_SHAPES[settings.device.type])
     except (ValueError, RuntimeError) as error:
@@ -213,8 +212,7 @@ def _gpytorch(columns: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """GPyTorch's operator, applied to columns as GPyTorch itself applies it."""
     from linear_operator import operators
 
-    product: Tensor = operators.KroneckerProductLinearOperator(*map(operators.DenseLinearOperator, factors)).matmul(columns)
-    return product
+    return operators.KroneckerProductLinearOperator(*map(operators.DenseLinearOperator, factors)).matmul(columns)
 
 
 def compare(shape: Shape, settings: Settings) -> list[Measurement]:

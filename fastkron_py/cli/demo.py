@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -98,10 +99,10 @@ class Demo:
         factors = [self._to_device(blur_matrix(n, SIGMA).T) for n in (height, width)]
         x = self._to_device(self.image.transpose(2, 0, 1).reshape(channels, -1))
         expected = ndimage.gaussian_filter(self.image, SIGMA, mode="reflect", axes=(0, 1))
-        for dtype, limit in ((torch.float32, FLOAT32_LIMIT), (torch.float64, FLOAT64_LIMIT)):
+        for name, dtype, limit in (("float32", torch.float32, FLOAT32_LIMIT), ("float64", torch.float64, FLOAT64_LIMIT)):
             y = kron_matmul(x.to(dtype), [f.to(dtype) for f in factors])
             self.blurred = _to_numpy(y).reshape(channels, height, width).transpose(1, 2, 0)
-            self._check(f"blur, {_name(dtype)}", "scipy.ndimage.gaussian_filter", self.blurred, expected, limit)
+            self._check(f"blur, {name}", "scipy.ndimage.gaussian_filter", self.blurred, expected, limit)
 
     def compress(self) -> None:
         """Keep the largest coefficients of ``(D_h (x) D_w) @ x [H*W, 3]``, and go back with transposed factors."""
@@ -142,18 +143,15 @@ class Demo:
 
     def compare(self, height: int, width: int, pictures: int = 1) -> None:
         """Blur ``[pictures*3, height*width]`` in float32 by each method; the dense product only of a patch."""
-        size = 4 * (height * width) ** 2
         x = torch.rand(pictures * self.image.shape[2], height * width, device=self.device)
         factors = [self._to_device(blur_matrix(n, SIGMA).T).float() for n in (height, width)]
         held = sum(4 * f.numel() for f in factors)
+        dense = partial(torch.matmul, x, torch.kron(*factors)) if height * width <= PATCH * PATCH else None
         methods: list[tuple[str, int, Callable[[], Tensor] | None]] = [
-            ("dense", size, None),
+            ("dense", 4 * (height * width) ** 2, dense),
             ("loop", held, lambda: matmul_transpose_loop(x, factors)),
             ("fastkron_py", held, lambda: kron_matmul(x, factors)),
         ]
-        if height * width <= PATCH * PATCH:
-            dense = torch.kron(*factors)
-            methods[0] = ("dense", size, lambda: x @ dense)
         for method, operator_bytes, call in methods:
             seconds = None if call is None else best_seconds(call, self.device)
             memory = operator_bytes + (0 if call is None else peak_bytes(call, self.device))
@@ -175,10 +173,6 @@ class Demo:
 
 def _to_numpy(t: Tensor) -> Array:
     return np.asarray(t.double().cpu())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def blur_matrix(n: int, sigma: float) -> Array:

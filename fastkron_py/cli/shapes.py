@@ -36,8 +36,7 @@ def parse_shapes(text: str) -> list[Shape]:
     Raises:
         ValueError: the text is not in the notation; it names the part that is not, and says why.
     """
-    parts = [part.strip() for part in text.split(",")]
-    found = [_problem(part) for part in parts]
+    found = [_problem(part.strip()) for part in text.split(",")]
     return [shape for i, shape in enumerate(found) if shape not in found[:i]]
 
 

@@ -18,8 +18,7 @@ from fastkron_py.kron.tune import api as tuner
 from fastkron_py.kron.tune import table as tables
 from fastkron_py.kron.tune.api import TuningResult
 from fastkron_py.kron.tune.table import DTYPES, Entry
-from fastkron_py.runtime.checks import check_precision
-from fastkron_py.runtime.errors import value_error
+from fastkron_py.runtime.checks import check_choice, check_precision
 
 INTERRUPTED: Final = 130  # exit status after SIGINT
 
@@ -72,8 +71,7 @@ class _Settings:
     """The options that every problem shares, checked."""
 
     def __init__(self, dtype: str, precision: str, left: bool, device: str) -> None:
-        if dtype not in DTYPES:
-            raise value_error("dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
+        check_choice("dtype", dtype, DTYPES)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.precision = precision or None
         check_precision(self.precision)
@@ -106,7 +104,8 @@ def _tune_all(console: Console, problems: list[Shape], settings: _Settings, budg
                 break
             progress.update(task, completed=budget)
     if results:
-        rows = [_result_row(shape, result) for shape, result in results]
+        entries = [(shape, result.trials, tables.entry_of(result)) for shape, result in results]
+        rows = [[escape(str(shape)), *_times(entry), str(trials), _launches(entry)] for shape, trials, entry in entries]
         console.print(table("Tuned", ["problem", "default", "best", "gain", "trials", "launches"], rows))
         for shape, result in results:
             _tell_dropped(console, shape, result)
@@ -120,11 +119,6 @@ def _tune_all(console: Console, problems: list[Shape], settings: _Settings, budg
 def _state(now: TuningResult) -> str:
     best, default = seconds_text(now.best_seconds), seconds_text(now.default_seconds)
     return f"{now.trials} trials, {len(now.dropped)} dropped, {best} (default {default}), {now.seconds:.0f} s"
-
-
-def _result_row(shape: Shape, result: TuningResult) -> list[str]:
-    entry = tables.entry_of(result)
-    return [escape(str(shape)), *_times(entry), str(result.trials), _launches(entry)]
 
 
 def _times(entry: Entry) -> list[str]:

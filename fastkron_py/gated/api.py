@@ -12,9 +12,9 @@ from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import check_choice, check_precision, check_real_dtype, check_tensor
+from fastkron_py.runtime.checks import check_choice, check_precision, check_real_dtype, check_tensor, check_type
 from fastkron_py.runtime.eager import is_tracing, wants_gradient
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.precision import autocast_dtype, cast
 
 ArrayT = TypeVar("ArrayT")
@@ -67,7 +67,7 @@ def gated_linear(
         >>> gated_linear(x, weight, layout="stacked").shape
         torch.Size([100, 24])
     """
-    return _call(x, weight, bias, (None, None), activation, layout, backward, precision)  # type: ignore[no-any-return]
+    return _call(x, weight, bias, (None, None), activation, layout, backward, precision)
 
 
 def gated_mlp(
@@ -110,7 +110,7 @@ def gated_mlp(
         >>> gated_mlp(x, weight, down).shape
         torch.Size([100, 8])
     """
-    return _call(x, weight, bias, (down, down_bias), activation, layout, backward, precision)  # type: ignore[no-any-return]
+    return _call(x, weight, bias, (down, down_bias), activation, layout, backward, precision)
 
 
 _PACKED: Final = ("x", "weight", "gate", "bias", "down", "down_bias")
@@ -143,8 +143,7 @@ def _call(x: Any, weight: Any, bias: Any, after: tuple[Any, Any], activation: An
 
 
 def _pair(name: str, given: Any) -> Any:
-    if not isinstance(given, tuple | list):
-        raise type_error(name, "a pair (up, gate), since weight is one", type_name(given))
+    check_type(name, given, tuple | list, "a pair (up, gate), since weight is one")
     if len(given) != 2 or any(t is None for t in given):
         raise value_error(name, "a pair (up, gate)", f"{len(given)} tensors, {sum(t is None for t in given)} of them None")
     return given
@@ -228,8 +227,7 @@ def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, options:
     _check_tensors(tensors, labels, options[1])
     saves = backward == "save" and wants_gradient(tensors) and not is_tracing()
     call = operator.gated_linear_saving if saves else operator.gated_linear
-    y: Tensor = call(*tensors, *options, backend_of_call(), key=key if dtype is None else None)  # under autocast of other tensors
-    return y
+    return call(*tensors, *options, backend_of_call(), key=key if dtype is None else None)  # under autocast of other tensors
 
 
 def _check_tensors(tensors: Any, labels: tuple[str, ...], layout: str) -> None:

@@ -24,7 +24,7 @@ from fastkron_py.tiling.torch_products import add_product, column_sums, has_oned
 NUM_TENSORS: Final = 6  # tensors of a layer
 
 Wide = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""x ``[M, K]``, weight, gate and bias."""
+"""x ``[M, K]``, weight, packed or up's ``[H, K]``, None or gate's ``[H, K]``, bias."""
 
 # Terms of a sum that float32 products of three TF32 passes may have: tensor cores cut their sums off (see `kan/operator.py`).
 _LONGEST_SUM: Final = 512
@@ -38,12 +38,6 @@ class Options(NamedTuple):
     layout: str
     precision: str | None
     backend: str
-
-    def gated(self) -> Any:
-        """The options as launches take them."""
-        from fastkron_py.gated.launches import Gated
-
-        return Gated(self.activation, self.layout, resolved(self.precision))
 
     def product(self, function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
         """A function with products of torch, in the precision asked for."""
@@ -69,7 +63,7 @@ def is_by_triton(x: Tensor, weight: Tensor, options: Options) -> bool:
     chosen = choose_backend(options.backend, x)
     if chosen == "torch" or x.dtype == torch.float64 or x.numel() == 0 or weight.numel() == 0:
         return False
-    if not find_activation(options.activation).has_device_functions:
+    if find_activation(options.activation).value is None:
         return False
     exact = x.is_cuda and x.dtype == torch.float32 and x.shape[-1] > _LONGEST_SUM and resolved(options.precision) == "highest"
     return not (exact and (options.backend or requested_backend()) == "auto")
@@ -88,7 +82,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saving: bool = Fal
     wide = (build.reshape(x, (rows, x.shape[-1])), weight, gate, _bias_of_rows(build, bias, rows, by_triton))
     y, pairs = _add_forward(build, wide, chosen, by_triton, saving)
     if down is not None:
-        y = _add_linear(build, y, down, down_bias, chosen)
+        y = build.call(chosen.product(linear, y.dtype), (y, down, down_bias), describe((rows, down.shape[0]), y.dtype))
     results, shapes = ([y, pairs], [shape, (rows, 2 * hidden)]) if saving else ([y], [shape])
     # Autograd saves the pairs, and more.
     is_small = saving and not by_triton and chosen.precision is None and x.dtype not in HALF_DTYPES and 0 < rows * hidden <= _SMALL
@@ -105,13 +99,8 @@ def _bias_of_rows(build: Builder, bias: Any, rows: int, by_triton: bool) -> Any:
 
 def _recorded(tensors: Sequence[Any], options: Options) -> Callable[..., Tensor]:
     """The layer as operations that autograd records, as a function of the tensors that are present."""
-    there = [t is not None for t in tensors]
-
-    def call(*given: Tensor) -> Tensor:
-        layer: Any = take(given, there)
-        return torch_backend.forward(layer, options.activation, options.layout)
-
-    return call
+    there, forward = [t is not None for t in tensors], partial(torch_backend.forward, activation=options.activation, layout=options.layout)
+    return lambda *given: forward(take(given, there))  # type: ignore[arg-type]
 
 
 def _add_forward(build: Builder, wide: Wide, options: Options, by_triton: bool, saving: bool) -> tuple[Tensor, Any]:
@@ -119,7 +108,7 @@ def _add_forward(build: Builder, wide: Wide, options: Options, by_triton: bool, 
     if by_triton:
         from fastkron_py.gated import launches
 
-        return launches.add_forward(build, wide, options.gated(), saving)
+        return launches.add_forward(build, wide, options, saving)
     if saving:
         pairs = _add_pairs(build, wide, options)
         return _add_gate(build, pairs, options), pairs
@@ -127,12 +116,6 @@ def _add_forward(build: Builder, wide: Wide, options: Options, by_triton: bool, 
     shape = wide[0].shape[0], torch_backend.hidden_size(*wide[1:3])
     multiply = partial(torch_backend.layer_by_slices, activation=activation, layout=layout)
     return _add_by_torch(build, wide, options, shape, multiply), None
-
-
-def _add_linear(build: Builder, y: Tensor, down: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    operands = (y, down) if bias is None else (y, down, bias)
-    found: Tensor = build.call(options.product(linear, y.dtype), operands, describe((y.shape[0], down.shape[0]), y.dtype))
-    return found
 
 
 def _add_pairs(build: Builder, wide: Wide, options: Options) -> Tensor:
@@ -143,25 +126,14 @@ def _add_pairs(build: Builder, wide: Wide, options: Options) -> Tensor:
 
 def _add_by_torch(build: Builder, wide: Wide, options: Options, shape: tuple[int, int], function: Callable[..., Tensor]) -> Tensor:
     """A function of x, weight, gate and bias."""
-    there = [t is not None for t in wide]
-
-    def call(*given: Tensor) -> Tensor:
-        return function(*take(given, there))
-
-    x = wide[0]
-    made: Tensor = build.call(options.product(call, x.dtype), [t for t in wide if t is not None], describe(shape, x.dtype))
-    return made
+    there, dtype = [t is not None for t in wide], wide[0].dtype
+    return build.call(options.product(lambda *given: function(*take(given, there)), dtype), wide, describe(shape, dtype))
 
 
 def _add_gate(build: Builder, pairs: Tensor, options: Options) -> Tensor:
     """``y [M, H]`` by torch."""
-    activation, layout, *_ = options
-
-    def gate(pairs: Tensor) -> Tensor:
-        return torch_backend.gate_by_slices(pairs, activation, layout)
-
-    y: Tensor = build.call(gate, (pairs,), describe((pairs.shape[0], pairs.shape[1] // 2), pairs.dtype))
-    return y
+    gate = partial(torch_backend.gate_by_slices, activation=options.activation, layout=options.layout)
+    return build.call(gate, (pairs,), describe((pairs.shape[0], pairs.shape[1] // 2), pairs.dtype))
 
 
 # ---- backward ----------------------------------------------------------------------------------
@@ -207,7 +179,7 @@ class _Backward(NamedTuple):
                 ddown = self._product(_transposed_product, (dy, y), down.shape)
             first, second = (d, d) if gate is None else d.chunk(2, 1)
             if need_x and gate is None:
-                dx = self._product(_product_of_rows, (first, weight), x.shape)
+                dx = self._product(product, (first, weight.flatten(0, -2)), x.shape)
             elif need_x:
                 dx = self._product(_sum_of_products, (first, weight, second, gate), x.shape)
             shape = first.shape[1], x.shape[1]
@@ -227,30 +199,19 @@ class _Backward(NamedTuple):
             from fastkron_py.gated import launches
 
             if pairs is None:
-                return launches.add_recomputed_gradients(build, dy, wide, options.gated(), again)
-            return launches.add_stored_gradients(build, dy, pairs, options.gated(), self.in_place, again)
+                return launches.add_recomputed_gradients(build, dy, wide, options, again)
+            return launches.add_stored_gradients(build, dy, pairs, options, self.in_place, again)
         pairs = _add_pairs(build, wide, options) if pairs is None else pairs
         y = _add_gate(build, pairs, options) if again else None
-        activation, layout, *_ = options
-
-        def by_torch(dy: Tensor, pairs: Tensor) -> Tensor:
-            return torch_backend.pair_gradients(dy, pairs, activation, layout)
-
+        by_torch = partial(torch_backend.pair_gradients, activation=options.activation, layout=options.layout)
         return build.call(by_torch, (dy, pairs), describe(pairs.shape, pairs.dtype)), y
 
     def _product(self, function: Callable[..., Tensor], operands: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         dtype = operands[0].dtype
-        found: Tensor = self.build.call(self.options.product(function, dtype), operands, describe(shape, dtype))
-        return found
+        return self.build.call(self.options.product(function, dtype), operands, describe(shape, dtype))
 
     def _column_sums(self, t: Tensor) -> Tensor:
-        found: Tensor = self.build.call(column_sums, (t,), describe(t.shape[1:], t.dtype))
-        return found
-
-
-def _product_of_rows(t: Tensor, weight: Tensor) -> Tensor:
-    """With a weight in either layout."""
-    return product(t, weight.flatten(0, -2))
+        return self.build.call(column_sums, (t,), describe(t.shape[1:], t.dtype))
 
 
 def _sum_of_products(t: Tensor, weight: Tensor, u: Tensor, gate: Tensor) -> Tensor:

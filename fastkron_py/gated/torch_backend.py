@@ -12,11 +12,6 @@ from fastkron_py.runtime.precision import wide
 from fastkron_py.tiling.torch_products import PRODUCT_ROWS, linear, row_slices
 
 
-def flat_weight(weight: Tensor) -> Tensor:
-    """``[2 H, K]`` of a weight in either layout."""
-    return weight if weight.ndim == 2 else weight.flatten(0, 1)
-
-
 def hidden_size(weight: Tensor, gate: Tensor | None) -> int:
     """H of a packed weight, or of up's and gate's."""
     if gate is not None:
@@ -39,7 +34,7 @@ def pairs_of(
     if bias is not None and bias.ndim > 2:
         return pairs_of(x, weight, gate, None, multiply) + bias.flatten(-2)
     if gate is None:
-        return multiply(x, flat_weight(weight), None if bias is None else bias.flatten())
+        return multiply(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
     up_bias, gate_bias = (None, None) if bias is None else bias.unbind()
     return torch.cat([multiply(x, weight, up_bias), multiply(x, gate, gate_bias)], -1)
 

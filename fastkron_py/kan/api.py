@@ -15,7 +15,7 @@ from fastkron_py.kan.bases.registry import MOST_DEGREE, Basis, find_basis
 from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import check_choice, check_integer, check_precision, check_real_dtype, check_scalar, check_tensor
+from fastkron_py.runtime.checks import check_choice, check_finite, check_integer, check_precision, check_real_dtype, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, cast, wide
 
@@ -89,7 +89,7 @@ def poly_kan(
         given: Any = (x, coefficients) if bias is None else (x, coefficients, bias)
         entry = CACHE.find(key, given)
         if entry is not None:
-            return entry.call(given, entry.options)  # type: ignore[no-any-return]
+            return entry.call(given, entry.options)
     check_precision(precision)
     if isinstance(x, Tensor):
         checked = _checked(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
@@ -103,7 +103,7 @@ def poly_kan(
         checked = _checked(basis, basis_parameters, normalization, given, evaluation, lut_size)
         return _poly_kan(loaded["x"], loaded["coefficients"], loaded.get("bias"), checked, precision, None)
 
-    return through_bridge(arrays, call)  # type: ignore[no-any-return]
+    return through_bridge(arrays, call)
 
 
 class _Checked(NamedTuple):
@@ -141,23 +141,15 @@ def _checked_bounds(bounds: Any) -> tuple[Any, Any]:
     """A pair of tensors, whose numbers are not looked at, and of finite numbers, which do not fall."""
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
         raise type_error("bounds", "a pair (lowest, highest)", type_name(bounds))
-    low, high = (b if isinstance(b, Tensor) else check_real(f"bounds[{i}]", b, "a number or a tensor") for i, b in enumerate(bounds))
+    low, high = (b if isinstance(b, Tensor) else check_finite(f"bounds[{i}]", b, "a number or a tensor") for i, b in enumerate(bounds))
     if not isinstance(low, Tensor) and not isinstance(high, Tensor) and low > high:
         raise value_error("bounds", "the lowest number not above the highest", (low, high))
     return low, high
 
 
-def check_real(name: str, value: Any, expected: str = "a number") -> Any:
-    """A finite float, or a compiler's symbol of one."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise type_error(name, expected, type_name(value))
-    return check_scalar(name, value)
-
-
 def check_arguments(basis: Any, parameters: Any, normalization: Any, evaluation: Any, lut_size: Any, terms: int) -> None:
     """Refuse arguments that `poly_kan` would refuse of a layer that has no tensors yet."""
-    checked = _checked(basis, parameters, normalization, None, evaluation, lut_size)
-    _check_terms(terms, checked)
+    _check_terms(terms, _checked(basis, parameters, normalization, None, evaluation, lut_size))
 
 
 def _check_terms(terms: int, checked: _Checked) -> None:
@@ -168,8 +160,7 @@ def _check_terms(terms: int, checked: _Checked) -> None:
 
 def check_parameters(basis: Any, given: Any) -> tuple[float, ...]:
     """The basis's parameters in its order, given by name or by default."""
-    if given is None:
-        given = {}
+    given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise type_error("basis_parameters", "a mapping of names to numbers", type_name(given))
     unknown = [name for name in given if name not in basis.parameters]
@@ -181,7 +172,7 @@ def check_parameters(basis: Any, given: Any) -> tuple[float, ...]:
 
 def _constant(name: str, value: Any) -> float:
     """A finite float. A graph is compiled for its value, which kernels have for a constant: Dynamo makes a symbol of a float else."""
-    number = check_real(name, value)
+    number = check_finite(name, value)
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_scalar
 
@@ -206,8 +197,7 @@ def _poly_kan(
         x = torch.nn.functional.layer_norm(wide(x), x.shape[-1:])
     x = x.to(like.dtype)
     options = checked.description, _ELEMENTWISE[normalization], checked.table_size, precision, backend_of_call()
-    y: Tensor = operator.poly_kan(x, coefficients, bias, *options, key=None if dtype is not None else key)
-    return y
+    return operator.poly_kan(x, coefficients, bias, *options, key=None if dtype is not None else key)
 
 
 def _check_shapes(x: Tensor, like: Tensor, coefficients: Any, bias: Any, checked: _Checked) -> None:

@@ -85,8 +85,8 @@ class Problem(NamedTuple):
 
     def basis(self, derivative: bool, first: int) -> DeviceBasis:
         """The basis's values or derivatives, from a degree on, as an argument of a kernel."""
-        layer = self.layer
-        return DeviceBasis(layer.terms, first, layer.constants, *layer.prologue(derivative), *self.normalizer)
+        layer, (start, step, value) = self.layer, self.layer.prologues[derivative]
+        return DeviceBasis(layer.terms, first, layer.constants, start, step, value, *self.normalizer)
 
 
 class _Call(NamedTuple):
@@ -149,19 +149,14 @@ def add_gradients(
             found = [build.empty(t.shape, t.dtype) for t in (x, aligned)]
             _add_plain_gradients(call, (dy, dy), (aligned, aligned), *found)
         else:
-            together = needs[0] and needs[1] and pipelined and _prepares_both(problem)
+            # In one launch where a launch counts, and memory for both at a time does not.
+            together = needs[0] and needs[1] and pipelined and problem.is_split and dy.numel() + coefficients.numel() <= _PREPARED_TOGETHER
             ready = operands.prepared(build, coefficients, dy, layer.first) if together else None
             found = [_add_input_gradient(call, pipelined, ready)] if needs[0] else []
             found += [_add_coefficient_gradient(call, pipelined, ready)] if needs[1] else []
     if needs[2]:
         found.append(build.call(column_sums, (dy,), describe(dy.shape[1:], dy.dtype)))
     return found
-
-
-def _prepares_both(problem: Problem) -> bool:
-    """Whether Hopper's gradients prepare their operands in one launch: where a launch counts, and memory for both at a time does not."""
-    elements = problem.rows * problem.num_out + problem.layer.terms * problem.num_out * problem.num_in
-    return problem.is_split and elements <= _PREPARED_TOGETHER
 
 
 def _add_input_gradient(call: _Call, pipelined: bool, ready: operands.Prepared | None) -> Tensor:
@@ -222,8 +217,7 @@ def _table(build: Builder, x: Tensor, layer: LayerConfig) -> Tensor:
     if not layer.table_size:
         return x
     dtype, device = x.dtype, build.device
-    table: Tensor = build.call(lambda: layer.table(dtype, device), (), describe((layer.terms, layer.table_size), wide_dtype(dtype)))
-    return table
+    return build.call(lambda: layer.table(dtype, device), (), describe((layer.terms, layer.table_size), wide_dtype(dtype)))
 
 
 # ---- launches, and the second stage of their sums --------------------------------------------------
@@ -472,9 +466,7 @@ def _add_plain_gradients(
 ) -> None:
     """One of the gradients, or both in one launch; dys and coefficients with their low halves, as the gradient's kernel reads them."""
     problem = call.problem
-    made = [_of_coefficients(problem)] if dx is None else [_of_input(problem)]
-    if dx is not None and dcoef is not None:
-        made.append(_of_coefficients(problem))
+    made = [of(problem) for of, out in ((_of_input, dx), (_of_coefficients, dcoef)) if out is not None]
     # Of a gradient that is not made, numbers are 1 and constants None.
     names = [name for name in _poly_kan_gradients_kernel.arg_names if not name.endswith("_ptr")]
     arguments = {name: None if name.isupper() else 1 for name in names} | _plain_arguments(problem)
@@ -511,7 +503,7 @@ def _add_input_gradient_by_gemm(call: _Call, choice: tuple[GemmTile, int]) -> Te
         value=value,
         slope=slope,
         params=(layer.terms, layer.first, degrees, layer.constants),
-        functions=layer.prologue(True),
+        functions=layer.prologues[True],
         begin=begin_nothing if knobs.runtime.interpret else fetch_input,
         sums=degrees,
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kan.bases.registry import Basis, Prologue, find_basis
+from fastkron_py.kan.bases.registry import Basis, find_basis
 from fastkron_py.kan.bases.table import TABLE_DERIVATIVE_MAKER, TABLE_MAKER, basis_table, table_derivatives, table_values
 from fastkron_py.kan.normalizers import NORMALIZERS, Normalizer
 from fastkron_py.runtime.precision import wide_dtype
@@ -62,19 +62,15 @@ class LayerConfig(NamedTuple):
         """The prologue's PARAMS."""
         return (self.table_size,) if self.table_size else (*self.found.constants, *self.parameters)
 
-    def prologue(self, derivative: bool) -> Prologue:
-        """The device's functions for values or derivatives; only of a basis that has them."""
-        if self.table_size:
-            return TABLE_DERIVATIVE_MAKER if derivative else TABLE_MAKER
-        prologue = self.found.derivative_prologue if derivative else self.found.value_prologue
-        if prologue is None:
-            raise NotImplementedError(f"basis {self.basis} has no device functions")
-        return prologue
+    @property
+    def prologues(self) -> tuple[Any, Any]:
+        """The device's functions for values and for derivatives, as of `Basis`; None of a basis that torch evaluates."""
+        return (TABLE_MAKER, TABLE_DERIVATIVE_MAKER) if self.table_size else (self.found.value_prologue, self.found.derivative_prologue)
 
     @property
     def has_prologue(self) -> bool:
         """Whether the basis can be evaluated by a kernel."""
-        return self.table_size > 0 or (self.found.value_prologue is not None and self.found.derivative_prologue is not None)
+        return None not in self.prologues
 
     def table(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Samples of the basis's values ``[terms, table_size]``, which kernels read, in float64 for that and else float32."""

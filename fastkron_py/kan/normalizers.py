@@ -74,15 +74,6 @@ def _host_tanh_derivative(x: Tensor) -> Tensor:
     return 4 * e / (1 + e) ** 2
 
 
-def _host_clamp(x: Tensor) -> Tensor:
-    # As on the device: the derivative of torch.clamp at the ends is 1 before torch 2.14, and 0 from then on.
-    return torch.where(x > 1, 1.0, torch.where(x < -1, -1.0, x))
-
-
-def _host_clamp_derivative(x: Tensor) -> Tensor:
-    return torch.where((x > 1) | (x < -1), 0.0, torch.ones_like(x))
-
-
 @dataclass(frozen=True)
 class Normalizer:
     """An elementwise normalisation: value and derivative, on the host and as jit functions; the quick ones are for float32 on Hopper."""
@@ -104,7 +95,13 @@ class Normalizer:
 NORMALIZERS: Final[Mapping[str, Normalizer]] = MappingProxyType(
     {
         "tanh": Normalizer(torch.tanh, _host_tanh_derivative, _tanh, _tanh_derivative, _quick_tanh, _quick_tanh_derivative),
-        "clamp": Normalizer(_host_clamp, _host_clamp_derivative, _clamp, _clamp_derivative),
+        "clamp": Normalizer(
+            # As on the device: the derivative of torch.clamp at the ends is 1 before torch 2.14, and 0 from then on.
+            lambda x: torch.where(x > 1, 1.0, torch.where(x < -1, -1.0, x)),
+            lambda x: torch.where((x > 1) | (x < -1), 0.0, torch.ones_like(x)),
+            _clamp,
+            _clamp_derivative,
+        ),
         "none": Normalizer(lambda x: x, torch.ones_like, _same, _same_derivative),
     }
 )

@@ -181,8 +181,7 @@ def constant(build: Builder, coefficients: Tensor, bias: Tensor | None, dtype: t
         sums = c[0].sum(-1, dtype=dtype)
         return sums if bias is None else sums + bias
 
-    found: Tensor = build.call(call, (coefficients, bias), describe(coefficients.shape[1:2], dtype))
-    return found
+    return build.call(call, (coefficients, bias), describe(coefficients.shape[1:2], dtype))
 
 
 def spread_sums(build: Builder, parts: Tensor, out: Tensor) -> None:

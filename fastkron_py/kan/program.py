@@ -98,8 +98,7 @@ def _add_forward_by_torch(build: Builder, operands: tuple[Any, ...], layer: Laye
         with torch_products(x, precision):
             return torch_backend.multiply(x.reshape(-1, x.shape[-1]), c, bias, layer).view(shape)
 
-    y: Tensor = build.call(by_torch, operands, describe(shape, x.dtype))
-    return y
+    return build.call(by_torch, operands, describe(shape, x.dtype))
 
 
 def _add_gradients_by_torch(

@@ -75,7 +75,7 @@ def kron_matmul(
     """
     if others:
         raise type_error("factors", "one list, as in kron_matmul(x, [F1, F2]), and options by name", f"{len(others) + 1} arguments")
-    return _call(x, factors, alpha, beta, z, precision, False, ("x", "factors", "z"))  # type: ignore[no-any-return]
+    return _call(x, factors, alpha, beta, z, precision, False, ("x", "factors", "z"))
 
 
 def kron_matmul_left(
@@ -113,7 +113,7 @@ def kron_matmul_left(
     """
     if others:
         raise type_error("factors", "one list, as in kron_matmul_left([F1, F2], x), and options by name", f"{len(others) + 1} arguments")
-    return _call(x, factors, alpha, beta, z, precision, True, ("x", "factors", "z"))  # type: ignore[no-any-return]
+    return _call(x, factors, alpha, beta, z, precision, True, ("x", "factors", "z"))
 
 
 def gemkm(x: ArrayT, fs: Sequence[ArrayT | int | Hadamard], alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
@@ -136,7 +136,7 @@ def gemkm(x: ArrayT, fs: Sequence[ArrayT | int | Hadamard], alpha: Scalar = 1.0,
         >>> gemkm(torch.ones(3, 6), [torch.eye(2), torch.eye(3)], 0.5)[0]
         tensor([0.5000, 0.5000, 0.5000, 0.5000, 0.5000, 0.5000])
     """
-    return _call(x, fs, alpha, beta, y, None, False, ("x", "fs", "y"))  # type: ignore[no-any-return]
+    return _call(x, fs, alpha, beta, y, None, False, ("x", "fs", "y"))
 
 
 def gekmm(fs: Sequence[ArrayT | int | Hadamard], x: ArrayT, alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
@@ -157,7 +157,7 @@ def gekmm(fs: Sequence[ArrayT | int | Hadamard], x: ArrayT, alpha: Scalar = 1.0,
         >>> gekmm([torch.eye(2), torch.eye(3)], torch.ones(6, 4), 0.5).shape
         torch.Size([6, 4])
     """
-    return _call(x, fs, alpha, beta, y, None, True, ("x", "fs", "y"))  # type: ignore[no-any-return]
+    return _call(x, fs, alpha, beta, y, None, True, ("x", "fs", "y"))
 
 
 def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]) -> Any:
@@ -206,7 +206,7 @@ def _on_arrays(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: A
         x, *tensors = loaded.values()
         addend, matrices = None if z is None else tensors.pop(), iter(tensors)
         filled = [f if _is_made(f) else next(matrices) for f in factors]
-        return _call(x, filled, alpha, beta, addend, precision, left, names)  # type: ignore[no-any-return]
+        return _call(x, filled, alpha, beta, addend, precision, left, names)
 
     return through_bridge(arrays, call, {"alpha": alpha, "beta": beta})
 

@@ -76,7 +76,7 @@ def mode_matmul(
         given, key = (x, *factors.values()), ("mode_matmul", precision, *factors, *map(type, factors))  # 1.0 is no dimension, and equals 1
         entry = CACHE.find(key, given)
         if entry is not None:
-            return entry.call(given, entry.options)  # type: ignore[no-any-return]
+            return entry.call(given, entry.options)
     check_precision(precision)
     if not isinstance(factors, Mapping):
         raise type_error("factors", "a mapping of dimensions to matrices", type_name(factors))
@@ -93,7 +93,7 @@ def mode_matmul(
     with bridge.context():
         loaded = [bridge.load(f, name) for f, name in zip(matrices, names, strict=True)]
         found = mode_matmul(bridge.load(x, "x"), dict(zip(keys, loaded, strict=True)), sizes=sizes, precision=precision)
-        return bridge.give_back(found)  # type: ignore[no-any-return]
+        return bridge.give_back(found)
 
 
 def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | None, key: Hashable = None) -> Tensor:

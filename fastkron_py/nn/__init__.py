@@ -6,8 +6,7 @@ from fastkron_py.kan.bases.registry import Basis, register_basis
 from fastkron_py.nn.gated import GatedMLP
 from fastkron_py.nn.lokr import LoKrConv2d, LoKrLinear
 from fastkron_py.nn.lokr_files import load_lokr, lokr_state, shard_lokr
-from fastkron_py.nn.poly_kan import KAN, PolyKANLinear, smooth_init_
-from fastkron_py.nn.poly_kan_conv import PolyKANConv2d
+from fastkron_py.nn.poly_kan import KAN, PolyKANConv2d, PolyKANLinear, smooth_init_
 from fastkron_py.nn.poly_kan_conversion import SplineKANLinear, convert_kan, from_chebykan, from_efficient_kan
 from fastkron_py.nn.rational import GRKAN, GroupRational
 from fastkron_py.rational.denominators.registry import Denominator, DeviceFunctions, register_denominator

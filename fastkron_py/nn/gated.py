@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from fastkron_py.gated.activations.registry import find_gate
 from fastkron_py.gated.api import BACKWARDS, LAYOUTS, gated_linear, gated_mlp, pack_gated, unpack_gated
-from fastkron_py.nn.arguments import check_flag, check_positive
 from fastkron_py.nn.modules import EXTRA, Configured, is_plain_linear
-from fastkron_py.runtime.checks import check_choice, check_precision
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.checks import check_choice, check_flag, check_positive, check_precision, check_type
+from fastkron_py.runtime.errors import value_error
 
 # Names of (gate, up, down) in checkpoints of others: Hugging Face's, and Llama's own.
 _UNPACKED: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -113,10 +112,8 @@ class GatedMLP(Configured):
         }
         down = self.down_proj
         if is_plain_linear(down):
-            result: Tensor = gated_mlp(x, self.up_gate_weight, down.weight, down_bias=down.bias, **options)
-        else:
-            result = down(gated_linear(x, self.up_gate_weight, **options))
-        return result
+            return gated_mlp(x, self.up_gate_weight, down.weight, down_bias=down.bias, **options)
+        return down(gated_linear(x, self.up_gate_weight, **options))
 
     def extra_repr(self) -> str:
         """The sizes that ``print(layer)`` shows."""
@@ -142,8 +139,7 @@ class GatedMLP(Configured):
             ValueError: sizes that do not fit, or a bias of only one of gate and up.
         """
         for name, module in (("gate", gate), ("up", up), ("down", down)):
-            if not isinstance(module, nn.Linear):
-                raise type_error(name, "an nn.Linear", type_name(module))
+            check_type(name, module, nn.Linear, "an nn.Linear")
         if (gate.bias is None) != (up.bias is None):
             raise value_error("up", "a bias where gate has one, and only there", "one without the other")
         if down.in_features != up.out_features:

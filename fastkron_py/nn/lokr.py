@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.lokr_base import LoKrLayer, LoKrOptions
+from fastkron_py.runtime.checks import check_positive, check_type
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
@@ -211,8 +211,7 @@ class LoKrConv2d(LoKrLayer):
 
     @classmethod
     def _shape_of(cls, layer: Any) -> tuple[int, ...]:
-        if not isinstance(layer, nn.Conv2d):
-            raise type_error("layer", "an nn.Conv2d", type_name(layer))
+        check_type("layer", layer, nn.Conv2d, "an nn.Conv2d")
         if layer.groups != 1:
             raise value_error("layer", "a convolution of one group", f"groups={layer.groups}")
         if layer.padding_mode != "zeros":

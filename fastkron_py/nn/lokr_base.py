@@ -10,13 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastkron_py.adapters.adapter import Adapter
+from fastkron_py.adapters.adapter import Adapter, magnitude_ratio
 from fastkron_py.adapters.conv import Window
-from fastkron_py.adapters.norms import magnitude_ratio
 from fastkron_py.adapters.plan import split_size
-from fastkron_py.nn.arguments import check_flag, check_positive
 from fastkron_py.nn.modules import Configured, is_materialized, owns_result
-from fastkron_py.runtime.checks import DTYPES, HALF_DTYPES, check_choice, check_integer, check_probability, check_scalar
+from fastkron_py.runtime.checks import (
+    DTYPES,
+    HALF_DTYPES,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_positive,
+    check_probability,
+    check_scalar,
+    check_type,
+)
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.torch_internals import is_watching
@@ -376,8 +384,7 @@ class LoKrLayer(Configured):
             TypeError: the state is not a mapping.
             ValueError: names that are missing, unknown, given twice or of several layers; another shape; the layer is merged.
         """
-        if not isinstance(state, Mapping):
-            raise type_error("state", "a mapping of names to tensors", type_name(state))
+        check_type("state", state, Mapping, "a mapping of names to tensors")
         self._check_unmerged()
         layers = sorted({split_name(key)[0] for key in state})
         if len(layers) > 1:

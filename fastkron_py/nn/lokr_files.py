@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py.adapters.plan import split_size
-from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.lokr import LoKrConv2d, LoKrLinear
 from fastkron_py.nn.lokr_base import NAMES, LoKrLayer, LoKrOptions, split_name
 from fastkron_py.nn.lokr_tensors import Tensors, cut_columns, cut_rows, holder, join_rows, rank_of, scaled, sizes_of
-from fastkron_py.runtime.checks import check_choice, check_integer, check_scalar
+from fastkron_py.runtime.checks import check_choice, check_integer, check_positive, check_scalar, check_type
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _PEFT: Final = "base_model.model."
@@ -108,10 +107,8 @@ def load_lokr(
         >>> load_lokr(model, {"lycoris_0.lokr_w1": w1, "lycoris_0.lokr_w2": w2, "lycoris_0.alpha": alpha})
         ('0',)
     """
-    if not isinstance(model, nn.Module):
-        raise type_error("model", "a torch.nn.Module", type_name(model))
-    if prefix is not None and not isinstance(prefix, str):
-        raise type_error("prefix", "a string or None", type_name(prefix))
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    check_type("prefix", prefix, str | None, "a string or None")
     if scale is not None:
         check_scalar("scale", scale)
     tensors, config = _read(state)
@@ -170,8 +167,7 @@ def _read(state: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any] | None]:
         if wrong is not None:
             raise type_error(f"state[{wrong!r}]", "a tensor of a name", type_name(state[wrong]))
         return state, None
-    if not isinstance(state, str | os.PathLike):
-        raise type_error("state", "names and tensors, or the path of a file or of PEFT's folder", type_name(state))
+    check_type("state", state, str | os.PathLike, "names and tensors, or the path of a file or of PEFT's folder")
     path = Path(state)
     if path.is_dir():
         path = path / "adapter_model.safetensors"
@@ -275,7 +271,10 @@ class _Places:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         inside = [name + "." for name, module in self._modules.items() if isinstance(module, LoKrLayer)]
         self.layers = {
-            name: module for name, module in self._modules.items() if name and _can_adapt(module) and not name.startswith(tuple(inside))
+            name: module
+            for name, module in self._modules.items()
+            if isinstance(module, LoKrLayer | nn.Conv2d) or (hasattr(module, "in_features") and hasattr(module, "out_features"))
+            if name and not name.startswith(tuple(inside))
         }
         self._underscored: dict[str, list[str]] = {}
         self._first: dict[nn.Module, str] = {}  # of the names of a shared layer
@@ -368,10 +367,6 @@ def _stem(candidate: str, own: str) -> str | None:
     return stem if stem != candidate and stem[-1:] in ("", ".", "_") else None
 
 
-def _can_adapt(module: nn.Module) -> bool:
-    return isinstance(module, LoKrLayer | nn.Conv2d) or all([hasattr(module, name) for name in ("in_features", "out_features")])
-
-
 def _shape(layer: Any) -> tuple[int, ...]:
     """The sizes of a layer's weight, also of one that is packed."""
     if isinstance(layer, LoKrConv2d | nn.Conv2d):
@@ -395,8 +390,8 @@ def _joined(slot: Mapping[int, _Adapter], parts: int, base: nn.Module) -> _Adapt
 def _around(base: nn.Module, adapter: _Adapter, dtype: torch.dtype | None) -> LoKrLayer:
     """The layer with an adapter; one that had another keeps its dropout rates."""
     former = base if isinstance(base, LoKrLayer) else None
-    if former is not None and former.is_merged:
-        raise value_error("is_merged", "False: call unmerge() first", True)
+    if former is not None:
+        former._check_unmerged()
     inner = base if former is None else former.base_layer
     shape = _shape(inner)
     tensors = _fitted(adapter.tensors, shape)
@@ -478,8 +473,7 @@ def lokr_state(model: nn.Module, format: str = "lycoris", *, prefix: str | None 
         ['lora_unet_0.alpha', 'lora_unet_0.lokr_w1', 'lora_unet_0.lokr_w2']
     """
     check_choice("format", format, tuple(FORMATS))
-    if prefix is not None and not isinstance(prefix, str):
-        raise type_error("prefix", "a string or None", type_name(prefix))
+    check_type("prefix", prefix, str | None, "a string or None")
     layers = lokr_layers(model)
     _check_format(layers, format)
     state: dict[str, Tensor] = {}
@@ -502,8 +496,7 @@ def lokr_layers(model: nn.Module) -> dict[str, LoKrLayer]:
         TypeError: no module.
         ValueError: a model without any.
     """
-    if not isinstance(model, nn.Module):
-        raise type_error("model", "a torch.nn.Module", type_name(model))
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoKrLayer)}
     if not layers or "" in layers:
         got = "such a layer itself: layer.adapter_state_dict()" if layers else f"none in {type_name(model)}: load_lokr puts them there"
@@ -538,15 +531,12 @@ def common_factor(layers: Mapping[str, LoKrLayer]) -> int:
         first = layer.adapter().w1.size
         splits[name] = [*zip((first.rows, first.columns), _shape(layer)[:2], strict=True)]
     for factor in (-1, *sorted({first for split in splits.values() for first, _ in split})):
-        if all([_split_by_peft(size, factor) == first for split in splits.values() for first, size in split]):
+        # To PEFT, a factor that divides is the first, also where it is the larger one.
+        pairs = [pair for split in splits.values() for pair in split]
+        if all([(factor if factor > 0 and size % factor == 0 else split_size(size, factor)[0]) == first for first, size in pairs]):
             return factor
     shown = [f"{name} {split[0][0]} x {split[1][0]}" for name, split in splits.items()][:_SHOWN]
     raise value_error("format", "another one: PEFT and diffusers have one decompose_factor for all layers", f"w1 of {', '.join(shown)}")
-
-
-def _split_by_peft(size: int, factor: int) -> int:
-    """The first size that PEFT splits into; a factor that divides is the first, also where it is the larger one."""
-    return factor if factor > 0 and size % factor == 0 else split_size(size, factor)[0]
 
 
 # ---- parts for tensor-parallel ranks ---------------------------------------------------------------

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fastkron_py.nn.arguments import check_interval, check_positive
 from fastkron_py.nn.modules import is_materialized
-from fastkron_py.nn.poly_kan import PolyKANLinear
-from fastkron_py.nn.poly_kan_base import check_range
-from fastkron_py.runtime.checks import check_integer
+from fastkron_py.nn.poly_kan import PolyKANLinear, check_range
+from fastkron_py.runtime.checks import check_integer, check_interval, check_positive, check_type
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 CHEBYKAN: Final = "cheby_coeffs"
@@ -277,10 +275,8 @@ def convert_kan(source: nn.Module | Mapping[str, Tensor]) -> nn.Module:
         _check_own_parameters(source, [module for _, module in replaced])
         for new, module in replaced:
             _taken_over(new, module, found)
-        converted: nn.Module = copy.deepcopy(source, found)
-        return converted
-    if not isinstance(source, Mapping):
-        raise type_error("source", "a module or a state_dict", type_name(source))
+        return copy.deepcopy(source, found)
+    check_type("source", source, Mapping, "a module or a state_dict")
     layers: dict[str, dict[str, Tensor]] = {}
     for name, value in source.items():
         prefix, _, last = name.rpartition(".")

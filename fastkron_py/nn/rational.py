@@ -9,13 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.nn.arguments import check_flag, check_interval, check_positive
 from fastkron_py.nn.modules import Configured, NotScriptable, is_materialized, is_plain
 from fastkron_py.nn.rational_fit import FUNCTIONS, INTERVAL, Fit, fit, initial
 from fastkron_py.rational.api import DEGREE_MOST, linear_rational, rational
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.runtime.backend import backend
-from fastkron_py.runtime.checks import check_choice, check_integer, check_probability, check_real_dtype
+from fastkron_py.runtime.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_interval,
+    check_positive,
+    check_probability,
+    check_real_dtype,
+    check_type,
+)
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 torch.fx.wrap("linear_rational")  # torch.fx traces calls of these, and does not look into them
@@ -140,11 +148,9 @@ class GroupRational(NotScriptable, Configured):
             ValueError: x has not one dimension.
         """
         a, b = (c.detach().to("cpu", torch.float64) for c in (self.numerator, self.denominator))
-        given: Any = x
-        if not isinstance(given, Tensor):
-            raise type_error("x", "a tensor [points]", type_name(given))
-        if given.ndim != 1:
-            raise value_error("x", "shape [points]", f"shape {tuple(given.shape)}")
+        check_type("x", x, Tensor, "a tensor [points]")
+        if x.ndim != 1:
+            raise value_error("x", "shape [points]", f"shape {tuple(x.shape)}")
         t = x.to("cpu", torch.float64)[:, None].expand(-1, self.num_groups)
         with backend("torch"):  # whatever backend is asked for where the layer itself lies
             return rational(t, a, b, version=self.version)
@@ -298,13 +304,11 @@ class GRKAN(nn.Module):
         """``[..., in_features]`` to ``[..., out_features]``."""
         x = self.drop1(self.act1(x))
         x = self.drop2(_linear_then(self.fc1, self.act2, x))
-        y: Tensor = self.fc2(x)
-        return y
+        return self.fc2(x)
 
 
 def _linear_then(linear: nn.Linear, act: GroupRational, x: Tensor) -> Tensor:
     """``act(linear(x))``, in one kernel where that is faster and where nobody has put anything else, or a hook, in place of the two."""
     if not (is_plain(linear, nn.Linear) and is_plain(act, GroupRational)):
-        y: Tensor = act(linear(x))
-        return y
+        return act(linear(x))
     return linear_rational(x, linear.weight, linear.bias, act.numerator, act.denominator, **act.options)

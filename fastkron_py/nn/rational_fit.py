@@ -61,13 +61,6 @@ class _Model(NamedTuple):
     free: tuple[bool, ...]
 
 
-def _models(denominator: Denominator, degree: int) -> list[_Model]:
-    """The formula itself, and its smooth forms, by which fits to smooth functions are found."""
-    powers = range(denominator.first, degree + 1)
-    models = [_Model(denominator, (True,) * len(powers))]
-    return models + [_Model(find_denominator(name), tuple(map(takes, powers))) for name, takes in denominator.smooth_forms]
-
-
 def _least_squares(a: Tensor, b: Tensor, x: Tensor, target: Tensor, weights: Tensor, model: _Model, steps: int) -> tuple[Tensor, Tensor]:
     """Steps of Levenberg and Marquardt's method towards the least ``sum_i weights_i (P / Q - target)_i^2``."""
     from scipy.optimize import least_squares
@@ -144,7 +137,10 @@ def fit(function: Function, degrees: tuple[int, int], version: str, interval: tu
     target = function(x).detach().double()
     m, n = degrees
     fits = []
-    for model in _models(denominator, n):
+    powers = range(denominator.first, n + 1)
+    # The formula itself, and its smooth forms, by which fits to smooth functions are found.
+    smooth = [_Model(find_denominator(name), tuple(map(takes, powers))) for name, takes in denominator.smooth_forms]
+    for model in (_Model(denominator, (True,) * len(powers)), *smooth):
         candidates = []
         for a, b in _starts(x, target, m, len(model.free), denominator):
             b = torch.where(torch.tensor(model.free), b, 0.0)
@@ -199,8 +195,7 @@ def identity(degrees: tuple[int, int], version: str) -> Fit:
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return found
+    return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
 def initial(name: str, degrees: tuple[int, int], version: str) -> Fit:

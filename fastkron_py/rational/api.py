@@ -13,7 +13,7 @@ from fastkron_py.rational.denominators.registry import Denominator, find_denomin
 from fastkron_py.runtime.arrays import through_bridge
 from fastkron_py.runtime.backend import backend_of_call
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import REAL_DTYPES, check_dense, check_probability
+from fastkron_py.runtime.checks import REAL_DTYPES, check_dense, check_number, check_probability, check_type
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.precision import autocast_dtype, autocasted
 
@@ -74,11 +74,7 @@ def rational(
     if isinstance(x, Tensor):
         return _apply(x, numerator, denominator, version, training, noise)  # type: ignore[arg-type, return-value]
     arrays = dict(zip(_NAMES, (x, numerator, denominator), strict=True))
-
-    def call(loaded: dict[str, Tensor]) -> Tensor:
-        return _apply(loaded["x"], loaded["numerator"], loaded["denominator"], version, training, noise)
-
-    return through_bridge(arrays, call)  # type: ignore[no-any-return]
+    return through_bridge(arrays, lambda t: _apply(t["x"], t["numerator"], t["denominator"], version, training, noise))
 
 
 class Prepared(NamedTuple):
@@ -119,10 +115,9 @@ def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, trai
     key = call_key("rational", x, version, training, noise)
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
-        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)
     made = prepare(x, numerator, denominator, version, training, noise, key)
-    y: Tensor = operator.rational(x, made.numerator, denominator, made.version, made.dtype, made.backend, key=made.key)
-    return y
+    return operator.rational(x, made.numerator, denominator, made.version, made.dtype, made.backend, key=made.key)
 
 
 def linear_rational(
@@ -171,7 +166,7 @@ def linear_rational(
     key = "linear_rational", found.without_noise.name, bias is None
     entry = CACHE.find(key, tensors) if is_fixed else None
     if entry is not None:
-        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)
     _check_tensors(x, numerator, denominator)
     dtype = autocast_dtype(x)
     _check_linear(weight, bias, x, x.dtype if dtype is None else None)
@@ -181,8 +176,7 @@ def linear_rational(
     _check_shapes(weight.mT, numerator, denominator, found)  # whose last dimension is the function's
     x, (weight,), bias = autocasted(x, [weight], bias)
     # Under autocast it is called on other tensors than these.
-    y: Tensor = operator.linear_rational(x, weight, bias, numerator, denominator, key[1], key=key if dtype is None else None)
-    return y
+    return operator.linear_rational(x, weight, bias, numerator, denominator, key[1], key=key if dtype is None else None)
 
 
 # ---- checks ----------------------------------------------------------------------------------
@@ -215,8 +209,7 @@ def _check_shapes(x: Tensor, numerator: Tensor, denominator: Tensor, version: De
 
 def _check_parameter(name: str, t: Any, x: Tensor, dtype: torch.dtype | None, expected: str = "a torch tensor") -> None:
     """A floating-point tensor on x's device; of this dtype, unless that is None."""
-    if not isinstance(t, Tensor):
-        raise type_error(name, expected, type_name(t))
+    check_type(name, t, Tensor, expected)
     if not t.is_floating_point() or dtype not in (None, t.dtype):
         raise type_error(name, "a floating dtype" if dtype is None else f"dtype {dtype}, as that of x", t.dtype)
     if t.device != x.device:
@@ -282,15 +275,14 @@ def rational_linear(
     key = call_key("rational_linear", x, version, training, noise, bias is None)
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
-        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)
     made: Prepared = prepare(x, numerator, denominator, version, training, noise, key)
     key = made.key
     _check_linear(weight, bias, x, None if made.is_autocast else made.dtype)
     if made.is_autocast:  # the operator looks up its own tensors
         key, weight, bias = None, weight.to(made.dtype), None if bias is None else bias.to(made.dtype)
     given = x, made.numerator, denominator, weight, bias
-    z: Tensor = operator.rational_linear(*given, made.version, made.dtype, made.backend, key=key)
-    return z
+    return operator.rational_linear(*given, made.version, made.dtype, made.backend, key=key)
 
 
 # ---- layer normalisation before the function -------------------------------------------------------
@@ -341,10 +333,9 @@ def layer_norm_rational(
     key = call_key("layer_norm_rational", x, version, training, noise, eps, type(eps))
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
-        return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
+        return entry.call(tensors, entry.options)
     made = prepare(x, numerator, denominator, version, training, noise, key)
-    if isinstance(eps, bool) or not isinstance(eps, int | float):
-        raise type_error("eps", "a number", type_name(eps))
+    check_number("eps", eps)
     for name, t in (("weight", weight), ("bias", bias)):
         _check_parameter(name, t, x, None)
         if t.shape != x.shape[-1:]:
@@ -352,5 +343,4 @@ def layer_norm_rational(
     weight, bias = weight.contiguous(), bias.contiguous()
     is_same = weight is tensors[1] and bias is tensors[2]  # else the operator looks up its own tensors
     given = x, weight, bias, made.numerator, denominator
-    y: Tensor = operator.layer_norm_rational(*given, float(eps), made.version, made.dtype, made.backend, key=made.key if is_same else None)
-    return y
+    return operator.layer_norm_rational(*given, float(eps), made.version, made.dtype, made.backend, key=made.key if is_same else None)

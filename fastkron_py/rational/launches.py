@@ -213,13 +213,6 @@ def add_layer_norm_gradients(build: Builder, dy: Tensor, tensors: Sequence[Tenso
 # ---- a linear layer before the function ------------------------------------------------------------
 
 
-def epilogue_params(a: Tensor, b: Tensor, columns: int, device: torch.device) -> tuple[Any, ...]:
-    """The constants of the epilogues of `rational/kernels/function.py`: sizes of the coefficients and of a result's columns."""
-    groups = max(a.shape[0], b.shape[0])
-    strides = [c.shape[1] if c.shape[0] > 1 else 0 for c in (a, b)]
-    return a.shape[1], b.shape[1], columns // groups, is_approximate(a.dtype, device), *strides
-
-
 def linear_rational(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool = False) -> Program:
     """The program of `fastkron::linear_rational`: ``P(z) / Q(z)`` with ``z = x @ weight.T + bias``, in memory only if it is kept.
 
@@ -237,8 +230,11 @@ def linear_rational(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool
     weight = add_rowwise(build, weight)
     y = build.empty((x.shape[0], weight.shape[0]), x.dtype)
     z = build.empty_like(y) if keep else None
-    about, functions = epilogue_params(a, b, weight.shape[0], build.device), (find_denominator(version).device.complete(),)
-    call = Gemm(epilogue_rational if keep else epilogue_plain, value=value_rational, params=about, functions=functions)
+    strides = [c.shape[1] if c.shape[0] > 1 else 0 for c in (a, b)]
+    width = weight.shape[0] // max(a.shape[0], b.shape[0])
+    params = a.shape[1], b.shape[1], width, is_approximate(a.dtype, build.device), *strides
+    functions = (find_denominator(version).device.complete(),)
+    call = Gemm(epilogue_rational if keep else epilogue_plain, value=value_rational, params=params, functions=functions)
     coefficients = build.contiguous(a), build.contiguous(b)
     add_gemm(build, x, weight, bias, call, y, pair=z, tensors=coefficients, choose=linear_tile)
     return build.program([y] if z is None else [y, z], [shape] if z is None else [shape, shape], saved=int(keep))

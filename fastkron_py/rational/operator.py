@@ -166,8 +166,7 @@ def _layer_norm_composed(tensors: Sequence[Tensor], options: Sequence[Any]) -> T
     x, weight, bias, a, b = tensors
     eps, version, dtype, backend = options
     with without_autocast(x.device):
-        y: Tensor = rational(program.normalised(x, weight, bias, eps), a, b, version, dtype, backend)
-        return y
+        return rational(program.normalised(x, weight, bias, eps), a, b, version, dtype, backend)
 
 
 def _fake_layer_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:

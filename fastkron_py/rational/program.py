@@ -61,8 +61,7 @@ def add_forward(build: Builder, x: Tensor, a: Tensor, b: Tensor, version: str, d
     """
     y = torch.empty_like(x, dtype=dtype)
     if x.numel() == 0:
-        made: Tensor = build.call(lambda x: torch.empty_like(x, dtype=dtype), (x,), y)
-        return made
+        return build.call(lambda x: torch.empty_like(x, dtype=dtype), (x,), y)
     # As they are, x as y lies, both contiguous: dimensions of odd orders, such as channels between which others lie in part, are copied.
     layouts = [(x, y), (torch.empty_like(y, dtype=x.dtype), y), (describe(x.shape, x.dtype), describe(y.shape, y.dtype))]
     runs, (source, target) = _first(layouts, a, b)
@@ -143,25 +142,17 @@ def layer_norm_rational(tensors: Sequence[Any], options: tuple[Any, ...]) -> Pro
     x, weight, bias, a, b = build.inputs
     rows, compute = row_count(x), wide_dtype(x.dtype)
     if not _is_one_pass(x, a, b, backend):
-
-        def unread(x: Tensor) -> tuple[Tensor, Tensor]:
-            return x.new_zeros(rows, dtype=compute), x.new_zeros(rows, dtype=compute)
-
         h = _add_normalised(build, x, weight, bias, eps)
         y = add_forward(build, h, a, b, version, dtype, backend)
         # The gradients of the composition make a row's mean again.
-        return build.program([y, *build.call(unread, (x,), *[describe((rows,), compute) for _ in range(2)])])
+        unread = [build.call(lambda x: x.new_zeros(rows, dtype=compute), (x,), describe((rows,), compute)) for _ in range(2)]
+        return build.program([y, *unread])
     return build.program(_steps(backend).add_layer_norm(build, build.inputs, eps, version, dtype))
 
 
 def _add_normalised(build: Builder, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """``layer_norm(x)``, contiguous, by torch."""
-
-    def normalise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return normalised(x, weight, bias, eps).contiguous()
-
-    h: Tensor = build.call(normalise, (x, weight, bias), describe(x.shape, wide_dtype(x.dtype)))
-    return h
+    return build.call(lambda x, w, b: normalised(x, w, b, eps).contiguous(), (x, weight, bias), describe(x.shape, wide_dtype(x.dtype)))
 
 
 def layer_norm_gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:

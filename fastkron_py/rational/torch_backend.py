@@ -158,8 +158,7 @@ def add_forward(build: Builder, runs: Runs, x: Tensor, a: Tensor, b: Tensor, ver
         forward(x, a, b, version, _view(y, runs, 1))
         return y
 
-    made: Tensor = build.call(call, (_view(x, runs, 0), a, b), like)
-    return made
+    return build.call(call, (_view(x, runs, 0), a, b), like)
 
 
 def add_gradients(

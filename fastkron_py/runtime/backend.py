@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fastkron_py.runtime.checks import check_choice
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.checks import check_choice, check_type
+from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.precision import LOWER, getter
 
 BACKENDS: Final = ("auto", "triton", "torch")
@@ -56,8 +56,7 @@ def host_time(counts: bool) -> Iterator[None]:
         >>> with fastkron_py.host_time(False):
         ...     y = fastkron_py.kron_matmul(torch.ones(3, 6), [torch.eye(2), torch.eye(3)])
     """
-    if not isinstance(counts, bool):
-        raise type_error("counts", "a bool", type_name(counts))
+    check_type("counts", counts, bool, "a bool")
     _counts_host.append(counts)
     try:
         yield

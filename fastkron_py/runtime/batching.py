@@ -33,7 +33,7 @@ def vmap_by_sample(
 def viewed(t: Tensor, dtype: torch.dtype) -> Tensor:
     """``t.view(dtype)``, without gradients, of a dtype of the same width; torch 2.11 has no rule for vmap."""
     if transforms_active() and not is_functionalizing():  # where no autograd function may be
-        return _View.apply(t, dtype)  # type: ignore[no-any-return, no-untyped-call]
+        return _View.apply(t, dtype)  # type: ignore[no-untyped-call]
     return t.view(dtype)
 
 
@@ -107,8 +107,7 @@ def one_by_one(function: Callable[..., list[Tensor]], dims: Sequence[int | None]
 
     def call(*tensors: Any) -> list[Tensor]:
         size = next(len(t) for t, dim in zip(tensors, dims, strict=True) if dim is not None)
-        found: list[Tensor] = vmap_by_sample(function, size, dims, tensors, ())[0]
-        return found
+        return vmap_by_sample(function, size, dims, tensors, ())[0]
 
     return call
 

@@ -79,8 +79,7 @@ class Builder:
         """The tensor itself, or a contiguous copy."""
         if t.is_contiguous():
             return t
-        made: Tensor = self.call(Tensor.contiguous, (t,), describe(t.shape, t.dtype))
-        return made
+        return self.call(Tensor.contiguous, (t,), describe(t.shape, t.dtype))
 
     def reshape(self, t: Tensor, shape: Sequence[int]) -> Tensor:
         """As `torch.reshape`: a view, or a contiguous copy where there can be none."""
@@ -88,8 +87,7 @@ class Builder:
             return t.view(tuple(shape))
         except RuntimeError:
             whole = torch.empty(t.shape, dtype=t.dtype, device="meta").reshape(tuple(shape)).shape  # without a -1
-            copied: Tensor = self.call(lambda t: t.reshape(whole), (t,), describe(whole, t.dtype))
-            return copied
+            return self.call(lambda t: t.reshape(whole), (t,), describe(whole, t.dtype))
 
     def copy(self, t: Tensor, like: Tensor) -> Tensor:
         """A copy that lies in memory as another tensor without gaps does."""
@@ -98,8 +96,7 @@ class Builder:
         def copy(t: Tensor) -> Tensor:
             return t.new_empty_strided(shape, strides).copy_(t)
 
-        copied: Tensor = self.call(copy, (t,), describe(shape, t.dtype, strides))
-        return copied
+        return self.call(copy, (t,), describe(shape, t.dtype, strides))
 
     def is_aligned(self, t: Tensor) -> bool:
         """Whether a tensor begins at a 16-byte boundary, in every call that the program is for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -54,8 +54,7 @@ def _number(name: str, value: Any) -> Any:
         return value
     if isinstance(value, torch.SymFloat | torch.SymInt):
         return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Complex):
-        raise type_error(name, _SCALAR, type_name(value))
+    check_number(name, value, _SCALAR, numbers.Complex)
     try:
         number = float(value) if isinstance(value, numbers.Real) else complex(value)
     except OverflowError:
@@ -78,34 +77,81 @@ def _check_fits(name: str, value: Any, x: Tensor, x_name: str) -> None:
         raise type_error(name, f"a real number, since {x_name} is of {x.dtype}", value)
 
 
+def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Accept instances of a class, or of one of several."""
+    if not isinstance(value, kind):
+        raise type_error(name, expected, type_name(value))
+
+
+def check_number(name: str, value: Any, expected: str = "a number", kind: type = numbers.Real) -> Any:
+    """Accept a number of this kind (NumPy's too), and no bool."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise type_error(name, expected, type_name(value))
+    return value
+
+
+def check_finite(name: str, value: Any, expected: str = "a number") -> Any:
+    """Accept a finite real number, or a compiler's symbol of one; a float of it."""
+    return check_scalar(name, check_number(name, value, expected))
+
+
 def check_integer(name: str, value: Any, expected: str = "an integer") -> int:
     """Accept an integer (NumPy's too), and no bool."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise type_error(name, expected, type_name(value))
-    return int(value)
+    return int(check_number(name, value, expected, numbers.Integral))
+
+
+def check_positive(name: str, value: Any) -> int:
+    """Accept an integer from 1 on."""
+    number = check_integer(name, value, "a positive integer")
+    if number < 1:
+        raise value_error(name, "a positive integer", number)
+    return number
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Accept True or False, and nothing that is merely true."""
+    check_type(name, value, bool, "True or False")
+    return value
+
+
+def check_pair(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, Any]:
+    """Accept one value, which is used twice, or a pair of them."""
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(pair) != 2:
+        raise type_error(name, "one value or a pair of them", value)
+    return check(name, pair[0]), check(name, pair[1])
+
+
+def check_interval(name: str, value: Any) -> tuple[float, float]:
+    """Accept two finite numbers, the first below the second."""
+    expected = "finite (low, high), low below high"
+    pair = tuple(value) if isinstance(value, tuple | list) else ()
+    if len(pair) != 2 or not all([isinstance(v, numbers.Real) and not isinstance(v, bool) for v in pair]):
+        raise type_error(name, expected, value)
+    low, high = map(float, pair)
+    if not -math.inf < low < high < math.inf:
+        raise value_error(name, expected, value)
+    return low, high
 
 
 def check_probability(name: str, value: Any, expected: str = "a probability") -> float:
     """Accept a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise type_error(name, expected, type_name(value))
-    if not 0 <= float(value) <= 1:
+    if not 0 <= float(check_number(name, value, expected)) <= 1:
         raise value_error(name, expected, value)
     return float(value)
 
 
-def check_choice(name: str, value: Any, known: tuple[str, ...], expected: str = "one of") -> None:
-    """Accept one of a few words; expected: the words before them in the error."""
-    if not isinstance(value, str):
-        raise type_error(name, f"{expected} {', '.join(known)}", type_name(value))
-    if value not in known:
-        raise value_error(name, f"{expected} {', '.join(known)}", repr(value))
+def check_choice(name: str, value: Any, known: Sequence[str], *, optional: bool = False) -> None:
+    """Accept one of a few words, and if optional None."""
+    if (value is None and optional) or (isinstance(value, str) and value in known):
+        return
+    expected = f"{'None or ' if optional else ''}one of {', '.join(known)}"
+    raise value_error(name, expected, repr(value)) if isinstance(value, str) else type_error(name, expected, type_name(value))
 
 
 def check_precision(precision: Any) -> None:
     """Accept None or one of `PRECISIONS`."""
-    if precision is not None:
-        check_choice("precision", precision, PRECISIONS, "None or one of")
+    check_choice("precision", precision, PRECISIONS, optional=True)
 
 
 def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
@@ -121,8 +167,7 @@ def check_real_dtype(name: str, dtype: Any, expected: str = "one of") -> None:
 
 def check_dense(name: str, t: Any, expected: str, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
     """Accept a dense tensor of one of these dtypes; expected: what the argument is, if it is no tensor."""
-    if not isinstance(t, Tensor):
-        raise type_error(name, expected, type_name(t))
+    check_type(name, t, Tensor, expected)
     if t.layout != torch.strided or t.is_nested:
         raise type_error(name, "a dense (strided) tensor", "a nested tensor" if t.is_nested else t.layout)
     if t.dtype not in dtypes:

@@ -53,8 +53,7 @@ def remade(cls: Any, template: Template, base: Any) -> Any:
 
 def bits(value: float) -> int:
     """The float64 pattern of a scalar, as the kernels' int64 argument."""
-    pattern: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return pattern
+    return struct.unpack("<q", struct.pack("<d", value))[0]
 
 
 @dataclass(frozen=True)

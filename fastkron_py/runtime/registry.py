@@ -8,7 +8,8 @@ from pkgutil import iter_modules
 from typing import Any, Generic, Protocol, TypeVar
 
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.checks import check_type
+from fastkron_py.runtime.errors import value_error
 
 
 class Named(Protocol):
@@ -54,8 +55,7 @@ class Registry(Generic[N]):
             TypeError: it is of another class.
             ValueError: its name is taken or empty.
         """
-        if not isinstance(record, self._cls):
-            raise type_error(self._registered, self._expected, type_name(record))
+        check_type(self._registered, record, self._cls, self._expected)
         if not record.name or record.name in self._all():
             raise value_error(self._registered, "a name that is not taken", repr(record.name))
 
@@ -91,8 +91,7 @@ class Registry(Generic[N]):
         if found is not None:
             return found
         expected = f"one of {', '.join(self._found)}"
-        if not isinstance(name, str):
-            raise type_error(self._argument, expected, type_name(name))
+        check_type(self._argument, name, str, expected)
         raise value_error(self._argument, expected, repr(name))
 
     def names(self) -> list[str]:

@@ -131,19 +131,17 @@ def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
 
     made: Any = function if isinstance(function, FunctionType) else wraps(function)(call)  # a cache is no function to Dynamo
     made._dynamo_marked_constant = True
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def device_getter() -> Callable[[], int]:
     """The function behind `torch.cuda.current_device`; that itself where there is no such name."""
-    getter: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-    return getter
+    return getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def precision_getter() -> Callable[[str, str], Any]:
     """The precision of an operation of a backend, such as ``torch.backends.cuda.matmul.fp32_precision`` for ("cuda", "matmul")."""
-    getter: Callable[[str, str], Any] = torch._C._get_fp32_precision_getter
-    return getter
+    return torch._C._get_fp32_precision_getter
 
 
 @lru_cache(maxsize=1)
@@ -168,8 +166,7 @@ def onednn_product() -> Callable[[Tensor, Tensor], Tensor] | None:
             linear = _onednn_linear()
 
             def product(a: Tensor, b: Tensor) -> Tensor:
-                y: Tensor = linear(a, b.mT, None, "none", [], "")
-                return y
+                return linear(a, b.mT, None, "none", [], "")
 
             a = torch.arange(12, dtype=torch.float32, device="cpu").view(3, 4)
             if torch.equal(product(a, a.mT), a @ a.mT) and torch.equal(product(a.mT, a), a.mT @ a):
@@ -180,8 +177,7 @@ def onednn_product() -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def _onednn_linear() -> Callable[..., Any]:
-    linear: Callable[..., Any] = torch.ops.mkldnn._linear_pointwise.default
-    return linear
+    return torch.ops.mkldnn._linear_pointwise.default
 
 
 # ---- trying them ---------------------------------------------------------------------------------

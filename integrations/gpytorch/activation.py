@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import importlib.util
 import inspect
 import sys
 import threading
@@ -23,7 +22,8 @@ from linear_operator.operators import InterpolatedLinearOperator, KroneckerProdu
 from fastkron_py.integrations.gpytorch import interpolation
 from fastkron_py.integrations.gpytorch.operators import adopt
 from fastkron_py.integrations.versions import untested
-from fastkron_py.runtime.errors import type_error, type_name, warn
+from fastkron_py.runtime.checks import check_type
+from fastkron_py.runtime.errors import type_error, warn
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 TESTED: Final = {"linear_operator": ((0, 6), (0, 7)), "gpytorch": ((1, 14), (1, 16))}  # from the first on, up to but without the second
@@ -78,18 +78,12 @@ def _evaluate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
     return interpolation.made_dense(result) if is_active() else result
 
 
-@functools.cache
-def _places() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
-    """The hooked functions: owner, name, and the function that is called with the original before the arguments."""
-    places: tuple[tuple[type, str, Callable[..., Any]], ...] = (
-        (KroneckerProductLinearOperator, "__init__", _construct),
-        (InterpolatedLinearOperator, "_matmul", interpolation.matmul),
-        (InterpolatedLinearOperator, "_t_matmul", interpolation.t_matmul),
-        (InterpolatedLinearOperator, "_bilinear_derivative", interpolation.differentiate),
-        (InterpolatedLinearOperator, "_diagonal", interpolation.diagonal),
-    )
-    if importlib.util.find_spec("gpytorch") is None:
-        return places
+Place = tuple[type, str, Callable[..., Any]]
+"""A hooked function: owner, name, and the function that is called with the original before the arguments."""
+
+
+def _places() -> tuple[Place, ...]:
+    """Those of GPyTorch and linear_operator; their modules differ in versions that were not tested."""
     from gpytorch.distributions import MultivariateNormal
     from gpytorch.kernels import GridKernel
     from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy, InterpolatedPredictionStrategy
@@ -97,7 +91,11 @@ def _places() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
     from fastkron_py.integrations.gpytorch import covariances
 
     return (
-        *places,
+        (KroneckerProductLinearOperator, "__init__", _construct),
+        (InterpolatedLinearOperator, "_matmul", interpolation.matmul),
+        (InterpolatedLinearOperator, "_t_matmul", interpolation.t_matmul),
+        (InterpolatedLinearOperator, "_bilinear_derivative", interpolation.differentiate),
+        (InterpolatedLinearOperator, "_diagonal", interpolation.diagonal),
         (GridKernel, "forward", _evaluate),
         (MultivariateNormal, "log_prob", covariances.log_prob),
         (LinearOperator, "solve", covariances.solve),
@@ -106,7 +104,7 @@ def _places() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
     )
 
 
-def _of_botorch() -> tuple[tuple[type, str, Callable[..., Any]], ...]:
+def _of_botorch() -> tuple[Place, ...]:
     """BoTorch's place once somebody has imported it, which takes seconds."""
     module = sys.modules.get("botorch.posteriors.multitask")
     if module is None or not hasattr(module, "MultitaskGPPosterior"):
@@ -139,7 +137,7 @@ class _Hooks:
             if self._users and not {p[:2] for p in places} <= {p[:2] for p in self._placed}:
                 self._place(places)
 
-    def _place(self, places: tuple[tuple[type, str, Callable[..., Any]], ...]) -> None:
+    def _place(self, places: tuple[Place, ...]) -> None:
         for owner, name, ours in places:
             original = vars(owner)[name]
             hook = _hooked(original, ours)
@@ -186,8 +184,7 @@ class use_fastkron:  # noqa: N801
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        if not isinstance(enabled, bool):
-            raise type_error("enabled", "a bool (the block is `with use_fastkron():`, without the model)", type_name(enabled))
+        check_type("enabled", enabled, bool, "a bool (the block is `with use_fastkron():`, without the model)")
         self._enabled = enabled
         self._unclaimed: _State | None = self._push()
 

@@ -84,8 +84,7 @@ def log_prob(original: Callable[..., Tensor], self: Any, value: Tensor) -> Tenso
         quadratic, logdet = shifted.inv_quad_logdet(difference, **_estimate(shifted, is_exact))
     except (ValueError, _Singular):  # not positive definite but for rounding: the Cholesky factor gets a jitter
         return original(self, value)
-    found: Tensor = -0.5 * (quadratic + logdet + value.shape[-1] * math.log(2 * math.pi))
-    return found
+    return -0.5 * (quadratic + logdet + value.shape[-1] * math.log(2 * math.pi))
 
 
 def _estimate(shifted: Solvable, is_exact: bool) -> dict[str, Any]:
@@ -106,7 +105,9 @@ def solve(original: Callable[..., Tensor], self: LinearOperator, right_tensor: T
         columns = right_tensor.unsqueeze(-1) if right_tensor.ndim == 1 else right_tensor
         observed = observed_rows(self, columns.mT)
         if observed is not None:
-            return _solve_rows(self, columns, observed).reshape(right_tensor.shape)
+            known: Tensor = of_rows(self, observed).solve(columns[..., observed, :])
+            whole = known.new_zeros(*known.shape[:-2], *columns.shape[-2:])  # 0 elsewhere
+            return whole.index_copy(-2, observed.nonzero().squeeze(-1), known).reshape(right_tensor.shape)
     takes_cholesky = settings.fast_computations.solves.off() or self.shape[-1] <= settings.max_cholesky_size.value()
     shifted = structured(self) if _is_large(self) or (takes_cholesky and not isinstance(self, MaskedLinearOperator)) else None
     if shifted is None:
@@ -138,13 +139,6 @@ def _has_ours(operator: Any) -> bool:
 def of_rows(operator: LinearOperator, observed: Tensor) -> MaskedLinearOperator:
     """The rows and columns of a square operator."""
     return MaskedLinearOperator(operator, observed, observed)
-
-
-def _solve_rows(operator: LinearOperator, rhs: Tensor, observed: Tensor) -> Tensor:
-    """The solution ``[*batch, n, C]`` of the observed rows and columns, 0 elsewhere."""
-    known: Tensor = of_rows(operator, observed).solve(rhs[..., observed, :])
-    found = known.new_zeros(*known.shape[:-2], *rhs.shape[-2:])
-    return found.index_copy(-2, observed.nonzero().squeeze(-1), known)
 
 
 def predicted_covariance(original: Callable[..., Any], self: Any, test_test_covar: Any, test_train_covar: Any) -> Any:

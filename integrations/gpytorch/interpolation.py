@@ -131,14 +131,11 @@ def _sides(operator: Any) -> _Sides:
         return kept
     rows, columns = operator.base_linear_op.shape[-2:]
     of_left = Weights.of(*left, rows)
-    same = rows == columns and all(_are_one(a, b) for a, b in zip(left, right, strict=True))
+    places = [[(t.data_ptr(), t.shape, t.stride()) for t in side] for side in (left, right)]
+    same = rows == columns and places[0] == places[1]
     sides = _Sides(versions, of_left, of_left if same else Weights.of(*right, columns))
     operator.__dict__["_fastkron_sides"] = _Kept(sides)
     return sides
-
-
-def _are_one(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
 def apply(weights: Tensor, vectors: Tensor) -> Tensor:
@@ -188,8 +185,7 @@ def differentiate(original: Callable[..., Any], self: Any, left_vecs: Tensor, ri
     if left_vecs.ndim == 1:
         left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
     if not (needless and _takes(self, left_vecs.detach(), right_vecs.detach())):
-        result: tuple[Tensor | None, ...] = original(self, left_vecs, right_vecs)
-        return result
+        return original(self, left_vecs, right_vecs)
     sides = _sides(self)
     left, right = apply(sides.left.to_grid, left_vecs), apply(sides.right.to_grid, right_vecs)
     return (*self.base_linear_op._bilinear_derivative(left, right), None, None, None, None)

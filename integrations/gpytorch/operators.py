@@ -36,8 +36,7 @@ class FastProducts:
         """The parts, remembered while no gradient is recorded and no tensor is written to."""
         made = self._made
         if made is not None and not torch.is_grad_enabled() and [t._version for t in made[0]] == made[1]:
-            found: Parts = made[2][transposed]
-            return found
+            return made[2][transposed]
         tensors = self.representation()  # type: ignore[attr-defined]
         recorded = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
         if recorded or any([t.is_inference() for t in tensors]):  # inference tensors count no writes
@@ -48,8 +47,7 @@ class FastProducts:
             with torch.no_grad():
                 parts = parts_of(*self._factors())
             self._made = made = tensors, versions, (parts, parts.mT())
-        found = made[2][transposed]
-        return found
+        return made[2][transposed]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_made"}

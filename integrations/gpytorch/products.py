@@ -128,8 +128,7 @@ def _dense(op: Any) -> Tensor:
     # to_dense is remembered by the operator: a matrix built without gradients must not be found by a caller that wants them.
     if not _is_dense(op) and op.requires_grad and not torch.is_grad_enabled():
         op = op.detach()
-    dense: Tensor = op.to_dense()
-    return dense
+    return op.to_dense()
 
 
 def _diagonals_made_dense(parts: list[Part]) -> list[Part]:
@@ -183,22 +182,6 @@ def _transposed(part: Part) -> Part:
 Run = list[Part]
 
 
-def check_operand(parts: Parts, rhs: Tensor, name: str) -> None:
-    """Raise an error for operands that differ from a factor in dtype or device.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: another device.
-    """
-    for i, part in enumerate(parts.parts):
-        if part.value is None:
-            continue
-        if part.value.dtype != rhs.dtype:
-            raise type_error(f"linear_ops[{i}]", f"{rhs.dtype}, as the {name} has", str(part.value.dtype))
-        if part.value.device != rhs.device:
-            raise value_error(f"linear_ops[{i}]", f"a factor on {rhs.device}, where the {name} is", str(part.value.device))
-
-
 def runs_of(parts: Sequence[Part]) -> list[Run]:
     """Neighbours of one class, dense factors and identities together; every other part by itself."""
     runs: list[Run] = []
@@ -226,7 +209,11 @@ def multiply(parts: Parts, rhs: Tensor, batch: Sequence[int]) -> Tensor:
         TypeError: a factor of another dtype than rhs.
         ValueError: a factor on another device than rhs.
     """
-    check_operand(parts, rhs, "right-hand side")
+    for i, part in enumerate(parts.parts):
+        if part.value is not None and part.value.dtype != rhs.dtype:
+            raise type_error(f"linear_ops[{i}]", f"{rhs.dtype}, as the right-hand side has", str(part.value.dtype))
+        if part.value is not None and part.value.device != rhs.device:
+            raise value_error(f"linear_ops[{i}]", f"a factor on {rhs.device}, where the right-hand side is", str(part.value.device))
     if parts.matrices is not None and rhs.ndim == 2 and not batch:  # as most are
         return kron_matmul_left(parts.matrices, rhs)
     runs = runs_of(parts.parts)
@@ -276,8 +263,7 @@ def _apply(run: Run, y: Tensor) -> Tensor:
             return kron_matmul_left([_shared(p.value, y) for p in run], y).unsqueeze(-3)
         return kron_matmul_left([_shared(_aside(p.value), y) for p in run], y)
     if part.kind == "diagonal":
-        scaled: Tensor = y * part.value[..., None, :, None]
-        return scaled
+        return y * part.value[..., None, :, None]
     *batch, before, width, tail = y.shape
     product: Tensor = part.value._matmul(y.transpose(-3, -2).reshape(*batch, width, before * tail))
     return product.reshape(*product.shape[:-1], before, tail).transpose(-3, -2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkron_py.adapters.norms import adapted_norms
+from fastkron_py.adapters.adapter import adapted_norms
 from fastkron_py.testing import assert_close
 
 SIZES = [((3, 2), (4, 5)), ((1, 1), (6, 7)), ((2, 5), (3, 1))]

@@ -194,7 +194,7 @@ def run_gated(rows: int, hidden: int, depth: int, dtype: torch.dtype, precision:
     from fastkron_py.runtime.builder import Builder
 
     x, dy, weight = (torch.empty(s, dtype=dtype) for s in ((rows, depth), (rows, hidden), (2 * hidden, depth)))
-    gated = launches.Gated("silu", "interleaved", precision)
+    gated = launches.Options("silu", "interleaved", precision, "triton")
     build = Builder((x, weight, None, None))
     launches.add_forward(build, tuple(build.inputs), gated)
     build.program([])([x, weight])
@@ -202,7 +202,7 @@ def run_gated(rows: int, hidden: int, depth: int, dtype: torch.dtype, precision:
     launches.add_recomputed_gradients(build, build.inputs[0], tuple(build.inputs[1:]), gated, again=True)
     build.program([])([dy, x, weight])
     build = Builder((dy, torch.empty(rows, 2 * hidden, dtype=dtype)))
-    launches.add_stored_gradients(build, *build.inputs, gated=gated, in_place=True)
+    launches.add_stored_gradients(build, *build.inputs, options=gated, in_place=True)
     build.program([])([dy, torch.empty(rows, 2 * hidden, dtype=dtype)])
 
 

@@ -60,17 +60,17 @@ def main() -> None:
     from fastkron_py.tiling.gemm import epilogue_plain
     from fastkron_py.tiling.gemm_launch import Gemm, add_gemm
 
-    def run(add: Callable[..., Any], *given: Any, **options: Any) -> None:
+    def run(add: Callable[..., Any], *given: Any, **more: Any) -> None:
         """Build and run the program of one function's launches on tensors."""
         build = Builder(given)
-        add(build, *build.inputs, **options)
+        add(build, *build.inputs, **more)
         build.program([])([t for t in given if t is not None])
 
-    def forward(build: Builder, *wide: Any, **options: Any) -> None:
-        triton_gated.add_forward(build, wide, **options)
+    def forward(build: Builder, *wide: Any, **given: Any) -> None:
+        triton_gated.add_forward(build, wide, **given)
 
-    def recomputed(build: Builder, dy: Any, *wide: Any, **options: Any) -> None:
-        triton_gated.add_recomputed_gradients(build, dy, wide, **options)
+    def recomputed(build: Builder, dy: Any, *wide: Any, **given: Any) -> None:
+        triton_gated.add_recomputed_gradients(build, dy, wide, **given)
 
     for name, (rows, hidden, depth, activation, layout, dtype, precision, descriptors) in PROBLEMS.items():
         current = name
@@ -79,19 +79,19 @@ def main() -> None:
         x, dy = torch.empty(rows, depth, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)
         weight = torch.empty(2 * hidden, depth, dtype=dtype)
         weight = weight if layout == "interleaved" else weight.view(2, hidden, depth)
-        gated, bias = triton_gated.Gated(activation, layout, precision), torch.empty(weight.shape[:-1], dtype=dtype)
-        run(forward, x, weight, None, None, gated=gated)
-        run(forward, x, weight, None, bias, gated=gated, saving=True)
+        chosen, bias = triton_gated.Options(activation, layout, precision, "triton"), torch.empty(weight.shape[:-1], dtype=dtype)
+        run(forward, x, weight, None, None, options=chosen)
+        run(forward, x, weight, None, bias, options=chosen, saving=True)
         if name == "8B stacked":  # a bias for each row
-            run(forward, x, weight, None, torch.empty(rows, 2, hidden, dtype=dtype), gated=gated, saving=True)
-        run(recomputed, dy, x, weight, None, None, gated=gated)
-        run(recomputed, dy, x, weight, None, None, gated=gated, again=True)
-        run(triton_gated.add_stored_gradients, dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated=gated, in_place=True, again=True)
+            run(forward, x, weight, None, torch.empty(rows, 2, hidden, dtype=dtype), options=chosen, saving=True)
+        run(recomputed, dy, x, weight, None, None, options=chosen)
+        run(recomputed, dy, x, weight, None, None, options=chosen, again=True)
+        run(triton_gated.add_stored_gradients, dy, torch.empty(rows, 2 * hidden, dtype=dtype), options=chosen, in_place=True, again=True)
     devices.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
     x, weight = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16)
     for activation in (name for name in activation_names() if find_activation(name).allows_overlap):
         current = f"beside, {activation}"
-        run(forward, x, weight, None, None, gated=triton_gated.Gated(activation, "interleaved", "highest"))
+        run(forward, x, weight, None, None, options=triton_gated.Options(activation, "interleaved", "highest", "triton"))
     current = "a linear layer"
     x, weight = torch.empty(4096, 1024, dtype=torch.bfloat16), torch.empty(4096, 1024, dtype=torch.bfloat16)
     call = Gemm(epilogue_plain, prologue=_make_silu, value=_clipped, params=(3.0,))

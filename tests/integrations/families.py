@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torchvision_import import import_torchvision
 
-from fastkron_py.integrations.transformers import layers, use_fastkron
-from fastkron_py.integrations.transformers.form import read_form
+from fastkron_py.integrations import transformers as layers
+from fastkron_py.integrations.transformers import read_form, use_fastkron
 
 import_torchvision()
 transformers: Any = importlib.import_module("transformers")

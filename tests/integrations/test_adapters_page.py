@@ -13,8 +13,8 @@ pytest.importorskip("lycoris", reason="the extra lycoris is not installed")
 pytest.importorskip("peft", reason="the extra peft is not installed")
 
 from fastkron_py import lokr_linear
-from fastkron_py.integrations.lycoris.modules import FastLoKr as FastLycoris
-from fastkron_py.integrations.peft.layers import FastLoKr as FastPeft
+from fastkron_py.integrations.lycoris import FastLoKr as FastLycoris
+from fastkron_py.integrations.peft import FastLoKr as FastPeft
 from fastkron_py.testing import assert_close
 
 

@@ -15,8 +15,7 @@ pytest.importorskip("lycoris", reason="the extra lycoris is not installed")
 from lycoris import LycorisNetwork
 from lycoris.modules.lokr import LokrModule
 
-from fastkron_py.integrations.lycoris import revert_fastkron, use_fastkron
-from fastkron_py.integrations.lycoris.modules import FastLoKr
+from fastkron_py.integrations.lycoris import FastLoKr, revert_fastkron, use_fastkron
 from fastkron_py.nn import LoKrConv2d, LoKrLinear
 from fastkron_py.testing import assert_close
 

@@ -13,8 +13,7 @@ from peft import LoKrConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lokr.layer import LoKrLayer
 from torch import Tensor, nn
 
-from fastkron_py.integrations.peft import revert_fastkron, use_fastkron
-from fastkron_py.integrations.peft.layers import FastLoKr
+from fastkron_py.integrations.peft import FastLoKr, revert_fastkron, use_fastkron
 from fastkron_py.nn import LoKrLinear
 from fastkron_py.testing import assert_close
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fastkron_py
-from fastkron_py.integrations.transformers import revert_fastkron, use_fastkron
-from fastkron_py.integrations.transformers.layers import GatedProjections
+from fastkron_py.integrations.transformers import GatedProjections, revert_fastkron, use_fastkron
 from fastkron_py.nn import LoKrLinear
 from fastkron_py.testing import assert_close
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.integrations.transformers import layers, use_fastkron
+from fastkron_py.integrations import transformers as layers
+from fastkron_py.integrations.transformers import use_fastkron
 from fastkron_py.testing import assert_close
 
 pytest.importorskip("peft", reason="the extra peft is not installed")

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastkron_py.gated.activations.registry import find_activation
-from fastkron_py.integrations.transformers import layers, use_fastkron
-from fastkron_py.integrations.transformers.form import Form, read_form
+from fastkron_py.integrations import transformers as layers
+from fastkron_py.integrations.transformers import Form, read_form, use_fastkron
 from fastkron_py.testing import assert_close
 
 pytest.importorskip("transformers", reason="the extra llm is not installed")

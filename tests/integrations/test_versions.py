@@ -10,11 +10,9 @@ from fastkron_py.integrations import versions
 @pytest.mark.parametrize(("found", "is_old"), [("0.17.1", True), ("0.9", True), ("0.18.0rc1", False), ("0.21.2+cpu", False), (None, False)])
 def test_older_versions_are_refused(found: str | None, is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed", lambda name: found)
-    if not is_old:
-        versions.refuse_older("peft", (0, 18))
-        return
-    with pytest.raises(ImportError, match=rf"peft: expected version 0\.18 or newer; got {found}"):
-        versions.refuse_older("peft", (0, 18))
+    message = rf"peft: expected version 0\.18 or newer; got {found}" if is_old else "cannot import name" if found else "is not installed"
+    with pytest.raises(ImportError, match=message), versions.of_extra("peft", "peft", (0, 18)):
+        from math import no_such_name  # noqa: F401
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,8 +227,10 @@ def test_examples_of_the_reference(pages: list[str]) -> None:
 
 
 def test_the_reference_looks_at_every_module() -> None:
-    """Packages of integrations, and submodules that `fastkron_py` offers."""
+    """Integrations that need an extra, and submodules that `fastkron_py` offers."""
     import fastkron_py
 
-    integrations = {p.parent.name for p in (Path(fastkron_py.__file__).parent / "integrations").glob("*/__init__.py")}
+    folder = Path(fastkron_py.__file__).parent / "integrations"
+    files = [p for p in [*folder.glob("*.py"), *folder.glob("*/__init__.py")] if "with of_extra(" in p.read_text()]
+    integrations = {(p.parent if p.stem == "__init__" else p).stem for p in files}
     assert {m.rsplit(".", 1)[1] for m in MODULES if ".integrations." in m} == integrations

@@ -108,14 +108,10 @@ def _gelu_derivative(x):
     return 0.5 * (1 + tl.erf(x * _ROOT_HALF)) + x * (tl.exp(-0.5 * x * x) * _ROOT_HALF_PI)
 
 
-def _gelu_host_derivative(x: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * math.sqrt(0.5 / math.pi)
-
-
 GELU: Final = Activation(
     "gelu",
     torch.nn.functional.gelu,
-    _gelu_host_derivative,
+    lambda x: 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * math.sqrt(0.5 / math.pi),
     _gelu_value,
     _gelu_derivative,
     formula="x (1 + erf(x / sqrt(2))) / 2",

@@ -58,11 +58,6 @@ class Activation:
         """The gradient of gate, on the host."""
         return dy * (up if self.up is None else self.up.host(up)) * self.host_derivative(gate)
 
-    @property
-    def has_device_functions(self) -> bool:
-        """Whether kernels can apply it."""
-        return self.value is not None and self.derivative is not None
-
 
 def _built_in() -> list[Activation]:
     from fastkron_py.gated.activations.built_in import BUILT_IN  # a statement, which torch.compile runs and does not trace

@@ -140,18 +140,10 @@ def _chebyshev_derivative(state, d, table_ptr, TERMS: tl.constexpr, PARAMS: tl.c
     return d.to(state[1].dtype) * state[1]
 
 
-def _chebyshev_values(t: Tensor, terms: int, parameters: Parameters = ()) -> Iterator[Tensor]:
-    return recurrence(t, terms, lambda n: 2.0 if n else 1.0, lambda n: 1.0)
-
-
-def _chebyshev_derivatives(t: Tensor, terms: int, parameters: Parameters = ()) -> Iterator[Tensor]:
-    return lowered(lambda k: chebyshev_u_values(t, k), t, terms, float)
-
-
 CHEBYSHEV: Final = Basis(
     "chebyshev",
-    _chebyshev_values,
-    _chebyshev_derivatives,
+    lambda t, terms, parameters: recurrence(t, terms, lambda n: 2.0 if n else 1.0, lambda n: 1.0),
+    lambda t, terms, parameters: lowered(lambda k: chebyshev_u_values(t, k), t, terms, float),
     (_chebyshev_start, chebyshev_step, current_value),
     (_chebyshev_derivative_start, chebyshev_step, _chebyshev_derivative),
     has_constant=True,
@@ -189,14 +181,10 @@ def _hermite_values(t: Tensor, terms: int, parameters: Parameters = ()) -> Itera
     return recurrence(t, terms, lambda n: math.sqrt(2 / (n + 1)), lambda n: math.sqrt(n / (n + 1)))
 
 
-def _hermite_derivatives(t: Tensor, terms: int, parameters: Parameters = ()) -> Iterator[Tensor]:
-    return lowered(lambda k: _hermite_values(t, k), t, terms, lambda n: math.sqrt(2 * n))
-
-
 HERMITE: Final = Basis(
     "hermite",
     _hermite_values,
-    _hermite_derivatives,
+    lambda t, terms, parameters: lowered(lambda k: _hermite_values(t, k), t, terms, lambda n: math.sqrt(2 * n)),
     (from_one, _hermite_step, current_value),
     (from_zero, _hermite_derivative_step, _hermite_derivative),
     has_constant=True,

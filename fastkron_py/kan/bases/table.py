@@ -48,8 +48,7 @@ TABLE_DERIVATIVE_MAKER = (_table_start, stateless_step, _table_derivative)
 
 def basis_table(basis: Basis, terms: int, parameters: Parameters, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values of a basis at size uniform points over [-1, 1]: ``[terms, size]``, of float32 or float64."""
-    found: Tensor = constants(_table, (basis, terms, parameters, size, dtype), device)[0]
-    return found
+    return constants(_table, (basis, terms, parameters, size, dtype), device)[0]
 
 
 def _table(basis: Basis, terms: int, parameters: Parameters, size: int, dtype: torch.dtype) -> list[Tensor]:

@@ -108,7 +108,7 @@ class _Solve(torch.autograd.Function):
             chosen = tuple([p for p, m in zip(parameters, moved, strict=True) if m])
             moves = tuple([t for t in tangents[4 : 4 + count] if t is not None])
             right = right - torch.func.jvp(image, chosen, moves)[1]
-        return _Solve.apply(ctx.system, ctx.adjoint, count, right, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+        return _Solve.apply(ctx.system, ctx.adjoint, count, right, *tensors)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[Any], system: System, *rest: Any) -> tuple[Any, Any]:

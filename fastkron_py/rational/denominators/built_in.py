@@ -60,10 +60,6 @@ def _signed(b: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
     return [torch.ones_like(b[0]), *(together * sign).unbind()], sign.unbind()
 
 
-def _host_value_of_a(b: Sequence[Tensor], x: Tensor) -> Tensor:
-    return host_polynomial(_signed(b)[0], x * host_sign(x))
-
-
 def _host_derivatives_of_a(b: Sequence[Tensor], x: Tensor) -> Derivatives:
     (c, signs), sign = _signed(b), host_sign(x)
     absolute = x * sign
@@ -75,7 +71,7 @@ def _host_derivatives_of_a(b: Sequence[Tensor], x: Tensor) -> Derivatives:
 VERSION_A: Final = Denominator(
     "A",
     "1 + sum_j |b_j x^j|",
-    _host_value_of_a,
+    lambda b, x: host_polynomial(_signed(b)[0], x * host_sign(x)),
     _host_derivatives_of_a,
     DeviceFunctions(_absolute, times_sign, _sum_of_absolute, plus_one, _slopes_of_a, minus_signed_product),
     smooth_forms=(("N", lambda j: j % 2 == 0),),
@@ -150,19 +146,11 @@ def _coefficients_of_n(b: Sequence[Tensor]) -> list[Tensor]:
     return [torch.ones_like(b[0]), *b]
 
 
-def _host_value_of_n(b: Sequence[Tensor], x: Tensor) -> Tensor:
-    return host_polynomial(_coefficients_of_n(b), x)
-
-
-def _host_derivatives_of_n(b: Sequence[Tensor], x: Tensor) -> Derivatives:
-    return *host_polynomial_slope(_coefficients_of_n(b), x), host_multiples(x, x, len(b))
-
-
 VERSION_N: Final = Denominator(
     "N",
     "1 + S(x)",
-    _host_value_of_n,
-    _host_derivatives_of_n,
+    lambda b, x: host_polynomial(_coefficients_of_n(b), x),
+    lambda b, x: (*host_polynomial_slope(_coefficients_of_n(b), x), host_multiples(x, x, len(b))),
     DeviceFunctions(unchanged, unchanged_slope, polynomial_from_one, plus_one, _slopes_of_n),
     has_poles=True,
     definition=lambda terms: 1 + terms.sum(0),

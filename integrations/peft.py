@@ -1,19 +1,31 @@
-"""PEFT's LoKr layers without the adapters' weights: their forward pass, which layers get it, and `use_fastkron`."""
+"""PEFT: LoKr adapters on `fastkron_py.lokr_linear`, which builds no weight; and its configuration of a model's LoKr layers.
+
+``use_fastkron(model)`` is all that is needed. Needs the extra "peft": PEFT 0.18 or newer.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import Any, Final
 
 import torch
-from peft.tuners.lokr.layer import Conv1d, Conv2d, LoKrLayer
-from peft.tuners.lokr.layer import Linear as LoKrLinear
 from torch import Tensor, nn
 
 from fastkron_py.adapters.adapter import Adapter, kept_rows
 from fastkron_py.adapters.conv import Window
-from fastkron_py.integrations.replacement import Applied, Replacement, names_read, replace
+from fastkron_py.integrations.replacement import Applied, Replacement, names_read, replace, revert_fastkron
+from fastkron_py.integrations.versions import of_extra
+from fastkron_py.nn.lokr_files import common_factor, lokr_layers
 from fastkron_py.nn.modules import owns_result
 from fastkron_py.runtime.errors import type_name
+
+with of_extra("peft", "peft", (0, 18)):
+    from peft import LoKrConfig
+    from peft.tuners.lokr.layer import Conv1d, Conv2d, LoKrLayer
+    from peft.tuners.lokr.layer import Linear as LoKrLinear
+
+__all__ = ["lokr_config", "revert_fastkron", "use_fastkron"]
 
 # Names that the forward pass reads in the versions that were tested, 0.18 to 0.21.
 _FORWARD: Final = frozenset(
@@ -73,7 +85,7 @@ class FastLoKr(Replacement):
         """``[*, in]`` to ``[*, out]``, or a convolution's."""
         layer: Any = self
         if layer.disable_adapters or layer.merged:
-            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().forward(x, *args, **kwargs)
         result: Tensor = layer.base_layer(x, *args, **kwargs)
         available, overwrites = layer._available_adapters, owns_result(layer.base_layer)
         for adapter in layer.active_adapters:
@@ -91,8 +103,7 @@ def _is_left_out(rate: float) -> bool:
 def _added(layer: Any, name: str, x: Tensor, result: Tensor, overwrites: bool) -> Tensor:
     """The result plus that of an adapter; overwrites: whether the result may be written over."""
     if _obstacle(layer, name) is not None:
-        total: Tensor = result + layer._get_delta_activations(name, x)
-        return total
+        return result + layer._get_delta_activations(name, x)
     adapter = _adapter(layer, name).fitting(x)
     rate = layer.rank_dropout[name] if layer.training else 0
     if not rate:
@@ -122,3 +133,46 @@ def _adapter(layer: Any, name: str) -> Adapter:
         return Adapter.of(get, layer.scaling[name])
     base = layer.get_base_layer()
     return Adapter.of(get, layer.scaling[name], Window.of(base), base.kernel_size)
+
+
+# ---- the configuration -----------------------------------------------------------------------------
+
+
+def lokr_config(model: nn.Module, **options: Any) -> LoKrConfig:
+    """The configuration with which PEFT reads ``nn.lokr_state(model, "peft")``.
+
+    Args:
+        model: with `nn.LoKrLinear` or `nn.LoKrConv2d` layers.
+        **options: more of PEFT's, such as task_type.
+
+    Raises:
+        TypeError: no module.
+        ValueError: a model without such layers, or factors that PEFT cannot have in one configuration.
+
+    Example:
+        >>> from fastkron_py.nn import LoKrLinear, lokr_state
+        >>> ours = torch.nn.Sequential(LoKrLinear(64, 64, rank=2))
+        >>> theirs = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(64, 64)), lokr_config(ours))
+        >>> peft.set_peft_model_state_dict(theirs, lokr_state(ours, "peft")).unexpected_keys
+        []
+    """
+    layers = lokr_layers(model)
+    ranks = {name: _rank(layer) for name, layer in layers.items()}
+    common, alphas = Counter(ranks.values()).most_common(1)[0][0], {name: layers[name].scale * rank for name, rank in ranks.items()}
+    return LoKrConfig(
+        r=common,
+        alpha=common,
+        rank_pattern={f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != common},
+        alpha_pattern={f"^{re.escape(name)}": alpha for name, alpha in alphas.items() if alpha != common},
+        target_modules="|".join(re.escape(name) for name in layers),
+        decompose_factor=common_factor(layers),
+        decompose_both=any(layer.lokr_w1 is None for layer in layers.values()),
+        use_effective_conv2d=any(layer.lokr_t2 is not None for layer in layers.values()),
+        **options,
+    )
+
+
+def _rank(layer: Any) -> int:
+    """The layer's; of whole factors one by which PEFT makes whole factors."""
+    whole = layer.lokr_w1 is not None and layer.lokr_w2 is not None
+    return int(max(layer.lokr_w2.shape[:2]) if whole else layer.options.rank)

@@ -1,19 +1,26 @@
-"""LyCORIS's LoKr modules without the adapter's weight: their forward pass, which modules get it, and `use_fastkron`."""
+"""LyCORIS: LoKr modules on `fastkron_py.lokr_linear`, which builds no weight.
+
+``use_fastkron(network)`` is all that is needed. Needs the extra "lycoris": LyCORIS 4.0 or newer.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 import torch
-from lycoris.modules.base import is_weight_only_fp8_linear
-from lycoris.modules.lokr import LokrModule
 from torch import Tensor, nn
 
-from fastkron_py.adapters.adapter import Adapter, kept_rows
+from fastkron_py.adapters.adapter import Adapter, kept_rows, magnitude_ratio
 from fastkron_py.adapters.conv import Window
-from fastkron_py.adapters.norms import magnitude_ratio
-from fastkron_py.integrations.replacement import Applied, Replacement, names_read, replace
+from fastkron_py.integrations.replacement import Applied, Replacement, names_read, replace, revert_fastkron
+from fastkron_py.integrations.versions import of_extra
 from fastkron_py.runtime.errors import type_name
+
+with of_extra("lycoris", "lycoris_lora", (4, 0)):
+    from lycoris.modules.base import is_weight_only_fp8_linear
+    from lycoris.modules.lokr import LokrModule
+
+__all__ = ["revert_fastkron", "use_fastkron"]
 
 # Names that the two forward passes read in the versions that were tested, 4.0 to 4.1.
 _FORWARD: Final = frozenset(
@@ -92,7 +99,7 @@ class FastLoKr(Replacement):
         """``[*, in]`` to ``[*, out]``, or a convolution's."""
         module: Any = self
         if _obstacle(module) is not None:
-            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().forward(x, *args, **kwargs)
         is_left_out = bool(module.module_dropout and module.training and torch.rand(1) < module.module_dropout)
         base: Tensor = module.org_forward(x, *args, **kwargs)
         if is_left_out:
@@ -108,7 +115,7 @@ class FastLoKr(Replacement):
         if rows is None and not has_dropout:
             return adapter.added(x, base)
         product = adapter.product(x)
-        change: Tensor = module.drop(product) if rows is None else product * adapter.per_channel(rows).to(product.dtype)
+        change = module.drop(product) if rows is None else product * adapter.per_channel(rows).to(product.dtype)
         return base + change
 
 
@@ -161,8 +168,7 @@ def _of_weight(module: Any, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
     layer = module.org_module[0]
     plain = type(layer) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d) and getattr(layer, "padding_mode", "zeros") == "zeros"
     if not plain or getattr(module.org_forward, "__func__", None) is not type(layer).forward:
-        return module.op(x, weight, None, **module.kw_dict)  # type: ignore[no-any-return]
+        return module.op(x, weight, None, **module.kw_dict)
     if layer.bias is None:
         return base
-    product: Tensor = base - layer.bias.detach().view(-1, *[1] * (weight.ndim - 2)).to(base.dtype)
-    return product
+    return base - layer.bias.detach().view(-1, *[1] * (weight.ndim - 2)).to(base.dtype)
