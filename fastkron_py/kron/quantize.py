@@ -256,7 +256,7 @@ def _rotation(x: Tensor, factors: list[Any]) -> tuple[int, int, float, list[Any]
     groups, rest = 1, list(factors)
     while rest and is_identity(rest[0]):
         groups *= rest.pop(0)
-    if rest and all([isinstance(f, Hadamard) and f.is_sylvester for f in rest]):
+    if all([isinstance(f, Hadamard) and f.is_sylvester for f in rest]) and any([f.order > 1 for f in rest]):
         return groups, math.prod([f.order for f in rest]), math.prod([f.scale for f in rest]), []
     return groups, 1, 1.0, with_matrices(rest, x)
 

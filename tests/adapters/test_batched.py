@@ -76,7 +76,7 @@ def test_factors_of_nothing(needs_gradients: bool, backend_name: str, device: to
             leaves = [t.detach().requires_grad_(needs_gradients) for t in (x, first, base)]
             given = torch.full_like(index, number)
             y = lokr_linear(leaves[0], leaves[1], second, base=leaves[2], index=given)
-            where = slice(1 if number == 2 else 0, None)  # NaN reaches rows that have an adapter
+            where = slice(1 if number == 2 else 0, None)  # NaN may reach rows that have an adapter
             assert torch.equal(y[where], base[where])
             assert y.is_contiguous()
             if needs_gradients:

@@ -234,6 +234,7 @@ GROUPS: dict[str, list[Any]] = {
 MORE_GROUPS: dict[str, list[Any]] = {
     "odd rows": [3, Hadamard(8)],
     "of order 12": [2, Hadamard(12)],
+    "of order 1": [6, Hadamard(1, 0.25)],
     "an identity behind": [2, 7, -3],
     "no matrix": [-24],
 }
