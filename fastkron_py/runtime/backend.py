@@ -90,8 +90,7 @@ def set_backend(name: str) -> None:
     _default = _check(name)
 
 
-@contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
+def backend(name: str) -> contextlib.AbstractContextManager[None]:
     """Use a backend inside a ``with`` block, in this thread (and asyncio task) only.
 
     Args:
@@ -105,7 +104,12 @@ def backend(name: str) -> Iterator[None]:
         TypeError: name is not a string.
         ValueError: name is none of the three.
     """
-    token = _override.set(_check(name))
+    return _using(_check(name))
+
+
+@contextlib.contextmanager
+def _using(name: str) -> Iterator[None]:
+    token = _override.set(name)
     try:
         yield
     finally:
