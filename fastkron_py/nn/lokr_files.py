@@ -117,8 +117,13 @@ def load_lokr(
     tensors, config = _read(state)
     given, problems = _by_layer(tensors, prefix)
     if not given and not problems:
-        raise value_error("state", f"keys{f' that begin with {prefix!r}' if prefix else ''}", f"{len(tensors)} others")
+        raise value_error(
+            "state", f"keys{f' that begin with {prefix!r}' if prefix else ''}", f"{len(tensors)} others" if tensors else "none"
+        )
     places = _Places(model, names or {})
+    if not places.layers:
+        expected = "a module with linear layers or convolutions in it, which are replaced there"
+        raise value_error("model", expected, "such a layer itself" if _can_adapt(model) else f"none in {type_name(model)}")
     adapters: dict[tuple[str, int], dict[int, _Adapter]] = {}  # of each layer and number of its parts
     flags = [(p, p.requires_grad) for p in model.parameters()]
     for name, layer in given.items():

@@ -230,6 +230,16 @@ def test_functional_call_and_vmap_over_models(name: str) -> None:
 
 
 @every
+def test_scripted(name: str) -> None:
+    """TorchScript has no types for the operators, and the error says what has; in a model too."""
+    for module in (made(name)[0], nn.Sequential(made(name)[0])):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of jit
+            with pytest.raises(TypeError, match=r"torch.jit.script: expected a module for torch.jit.trace, .*; got \w+$"):
+                torch.jit.script(module)
+
+
+@every
 def test_functional_call_in_a_graph(name: str) -> None:
     """Of a layer inside a model, with other parameters: Dynamo sees dictionaries of modules change."""
     module, x = made(name)
