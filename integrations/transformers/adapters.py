@@ -35,7 +35,7 @@ def added(projections: tuple[Any, ...], x: Tensor, swap: bool) -> Tensor | None:
     """
     if all([is_plain_linear(module) for module in projections]):
         return None
-    factors = [_factors(module, x) for module in projections]
+    factors = [_factors(module, x) for module in reversed(projections)][::-1]  # dropout draws for the gate first, as models do
     narrow = torch.cat([h for h, _ in factors], -1)
     weight = torch.block_diag(*[b for _, b in factors])
     return torch.nn.functional.linear(narrow, weight.roll(len(weight) // 2, 0) if swap else weight)

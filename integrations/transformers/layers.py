@@ -118,8 +118,7 @@ def _operands(layout: str, bases: list[Any], added: Tensor | None) -> dict[str, 
     if added is None:
         return {"weight": tuple(weights), "bias": tuple(biases) or None}
     added = added.unflatten(-1, (2, -1))
-    bias = added + torch.stack(biases) if biases else added
-    return {"weight": tuple(weights), "bias": bias if bias.ndim > 2 else tuple(bias.unbind())}
+    return {"weight": tuple(weights), "bias": added + torch.stack(biases) if biases else added}
 
 
 def _obstacles(module: Any, form: Form) -> Iterator[str]:
