@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastkron_py.integrations.timm.checkpoint import RELEASED_VERSION, renamed
 from fastkron_py.nn import GRKAN, GroupRational
 from fastkron_py.nn.arguments import check_flag, check_pair
-from fastkron_py.nn.modules import is_hooked, is_plain
+from fastkron_py.nn.modules import is_hooked, is_plain, is_plain_linear
 from fastkron_py.rational.api import layer_norm_rational, rational_linear
 from fastkron_py.runtime.checks import check_probability
 from fastkron_py.runtime.errors import type_name, value_error
@@ -112,7 +112,7 @@ class KATMlp(GRKAN):
 
     def _pair_of_layers(self, x: Tensor, act: GroupRational, drop: nn.Dropout, linear: nn.Linear, recompute: bool) -> Tensor:
         dropping = self.training and drop.p > 0
-        if recompute and not dropping and is_plain(act, GroupRational) and is_plain(linear, nn.Linear):
+        if recompute and not dropping and is_plain(act, GroupRational) and is_plain_linear(linear):
             return rational_linear(x, act.numerator, act.denominator, linear.weight, linear.bias, **act.options)
         y: Tensor = linear(drop(act(x)))
         return y
