@@ -24,3 +24,8 @@ __all__ = [
     "plan",
     "release_peer_memory",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names alone, without the files that they come from."""
+    return sorted(__all__)

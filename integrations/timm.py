@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastkron_py.integrations.versions import of_extra
 from fastkron_py.nn import GRKAN, GroupRational
-from fastkron_py.nn.modules import is_hooked, is_plain
+from fastkron_py.nn.modules import is_hooked, is_plain, is_plain_linear
 from fastkron_py.rational.api import layer_norm_rational, rational_linear
 from fastkron_py.runtime.checks import check_flag, check_pair, check_probability, check_type
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -260,7 +260,7 @@ class KATMlp(GRKAN):
 
     def _pair_of_layers(self, x: Tensor, act: GroupRational, drop: nn.Dropout, linear: nn.Linear, recompute: bool) -> Tensor:
         dropping = self.training and drop.p > 0
-        if recompute and not dropping and is_plain(act, GroupRational) and is_plain(linear, nn.Linear):
+        if recompute and not dropping and is_plain(act, GroupRational) and is_plain_linear(linear):
             return rational_linear(x, act.numerator, act.denominator, linear.weight, linear.bias, **act.options)
         return linear(drop(act(x)))
 

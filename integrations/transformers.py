@@ -134,8 +134,7 @@ def _operands(layout: str, bases: list[Any], added: Tensor | None) -> dict[str, 
     if added is None:
         return {"weight": tuple(weights), "bias": tuple(biases) or None}
     added = added.unflatten(-1, (2, -1))
-    bias = added + torch.stack(biases) if biases else added
-    return {"weight": tuple(weights), "bias": bias if bias.ndim > 2 else tuple(bias.unbind())}
+    return {"weight": tuple(weights), "bias": added + torch.stack(biases) if biases else added}
 
 
 def _obstacles(module: Any, form: Form) -> Iterator[str]:
@@ -397,7 +396,7 @@ def added(projections: tuple[Any, ...], x: Tensor, swap: bool) -> Tensor | None:
     """
     if all([is_plain_linear(module) for module in projections]):
         return None
-    factors = [_factors(module, x) for module in projections]
+    factors = [_factors(module, x) for module in reversed(projections)][::-1]  # dropout draws for the gate first, as models do
     narrow = torch.cat([h for h, _ in factors], -1)
     weight = torch.block_diag(*[b for _, b in factors])
     return torch.nn.functional.linear(narrow, weight.roll(len(weight) // 2, 0) if swap else weight)

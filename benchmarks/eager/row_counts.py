@@ -93,7 +93,7 @@ def programs(parameters: Mapping[str, Any], rows: int) -> Iterator[Any]:
     yield made
     if is_backward:
         makes = {make.number: make for step in made._steps for make in step.makes}
-        saved = [makes[result.number] for result in made._results[len(made._results) - made.saved :]]
+        saved = [makes[number] for number, _ in made._results[len(made._results) - made.saved :]]
         between = torch.empty(saved[0].shape, dtype=dtype) if saved else None
         yield operator.gradients([x, x, *factors, between], (True, [True] * len(ps), 1.0, "highest", "triton", False))
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fastkron_py.adapters.factor import Factor, Operands
 from fastkron_py.adapters.plan import is_second_first
@@ -68,16 +69,18 @@ def _in_torch(given: Operands, index: Tensor, scale: Any, precision: str | None)
     A row without an adapter is multiplied as zeros of the first one's. What it holds, and its gradient, reaches nothing but base's.
     """
     x, w1, w2, base = given
-    index = index.flatten()
+    index, adapters = index.flatten(), w1.left.shape[0]
+    has_none = ((index < 0) | (index >= adapters))[:, None]
+    if not adapters:
+        w1, w2 = (Factor(*[None if t is None else pad(t, (0, 0, 0, 0, 0, 1)) for t in w]) for w in (w1, w2))  # type: ignore[arg-type]
     adapter = index.clamp(0, w1.left.shape[0] - 1)
-    has_none = (adapter != index)[:, None]
     # Gathered in float32, in which the gradients of its rows are summed.
     first = (_wide(w1) * scale)[adapter].to(x.dtype)  # [rows, out1, in1]
     rows = x.reshape(len(index), x.shape[-1]).masked_fill(has_none, 0).unflatten(1, (w1.size.columns, w2.size.columns))
     with torch_products(x, precision):
         y = first @ _by_second(rows, w2, adapter) if is_second_first(w1.size, w2.size) else _by_second(first @ rows, w2, adapter)
     y = y.flatten(1).masked_fill(has_none, 0).view(given.result_shape)
-    return y if base is None else base + y
+    return y if base is None else y + base  # in the layout of the first
 
 
 def _by_second(rows: Tensor, w2: Factor, adapter: Tensor) -> Tensor:
@@ -98,9 +101,9 @@ def _by_second(rows: Tensor, w2: Factor, adapter: Tensor) -> Tensor:
     flat = rows[order].flatten(0, 1)
     for matrix in matrices:
         size, step = matrix.shape[2], _ALIGNED // rows.element_size()
-        pad = [-flat.shape[1] % step, -size % step]
-        if any(pad):
-            flat, matrix = torch.nn.functional.pad(flat, (0, pad[0])), torch.nn.functional.pad(matrix.mT, (0, pad[0], 0, pad[1])).mT
+        more = [-n % step if n else step for n in matrix.shape[1:]]
+        if any(more):
+            flat, matrix = pad(flat, (0, more[0])), pad(matrix.mT, (0, more[0], 0, more[1])).mT
         flat = torch.nn.functional.grouped_mm(flat, matrix, offs=ends)[:, :size]
     found = flat.unflatten(0, rows.shape[:2])
     return torch.empty_like(found, memory_format=torch.contiguous_format).index_copy_(0, order, found)

@@ -151,7 +151,7 @@ def _pair(name: str, given: Any) -> Any:
 
 def _stacked_bias(x: Any, bias: Any) -> Any:
     """A pair of biases ``[hidden]`` as one, ``[2, hidden]``, through which gradients pass."""
-    if bias is None or (isinstance(bias, Tensor) and bias.ndim > 2):
+    if bias is None or getattr(bias, "ndim", 0) > min(2, getattr(x, "ndim", 2)):  # of each row of x
         return bias
     pair = _pair("bias", bias)
     if isinstance(x, Tensor):

@@ -112,7 +112,8 @@ def shape_of(factor: Any) -> Shape:
 
 def factor_list(factors: Any, name: str = "factors") -> list[Any]:
     """The factors as a list; a single array raises an error, since iterating over it would take its rows as factors."""
-    if not isinstance(factors, Sequence | torch.nn.ParameterList) or isinstance(factors, str | bytes):
+    # One Hadamard has a shape, and is a tuple of two numbers, which would be identities.
+    if not isinstance(factors, Sequence | torch.nn.ParameterList) or isinstance(factors, str | bytes) or hasattr(factors, "shape"):
         raise type_error(name, "a list or tuple of matrices", type_name(factors))
     listed = list(factors)
     if not listed:

@@ -215,7 +215,7 @@ def constants_of(make: Callable[..., Sequence[Any]], arguments: tuple[Any, ...],
 class Hadamard(NamedTuple):
     """A Hadamard matrix as a factor of any function: ``scale * H``, entries of H are 1 and -1, as `hadamard` multiplies with.
 
-    A kernel that adds and subtracts never reads its values. Other kernels build the matrix.
+    A kernel that adds and subtracts never reads its values. Other kernels build the matrix, which rounds scale to x's dtype.
 
     Args:
         order: m * 2^k, as in `hadamard`.

@@ -144,7 +144,7 @@ def kron_quantize(
     if type(factors) in (list, tuple) and type(clip_ratio) is float and generator is None and not torch.compiler.is_compiling():
         given = _detached([x, *[f for f in factors if type(f) not in (int, Hadamard)], *_present(weight)])
         places = [f if type(f) in (int, Hadamard) else None for f in factors]
-        key = "kron_quantize", dtype, group_size, scale_format, before, eps, clip_ratio, precision, *places
+        key = "kron_quantize", dtype, type(group_size), group_size, scale_format, before, eps, clip_ratio, precision, *places
         entry = CACHE.find(key, given)
         if entry is not None:
             return _quantized(entry.call(given, entry.options), dtype, scale_format)
@@ -256,7 +256,7 @@ def _rotation(x: Tensor, factors: list[Any]) -> tuple[int, int, float, list[Any]
     groups, rest = 1, list(factors)
     while rest and is_identity(rest[0]):
         groups *= rest.pop(0)
-    if rest and all([isinstance(f, Hadamard) and f.is_sylvester for f in rest]):
+    if all([isinstance(f, Hadamard) and f.is_sylvester for f in rest]) and any([f.order > 1 for f in rest]):
         return groups, math.prod([f.order for f in rest]), math.prod([f.scale for f in rest]), []
     return groups, 1, 1.0, with_matrices(rest, x)
 

@@ -38,3 +38,8 @@ __all__ = [
     "smooth_init_",
     "unpack_gated",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names alone, without the files that they come from."""
+    return sorted(__all__)

@@ -24,6 +24,7 @@ from fastkron_py.runtime.checks import (
     check_probability,
     check_scalar,
     check_type,
+    dtype_names,
 )
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -107,6 +108,8 @@ class LoKrLayer(Configured):
         if dtype is None:
             of_base = getattr(getattr(base_layer, "weight", None), "dtype", None)
             dtype = of_base if of_base in DTYPES and of_base not in HALF_DTYPES else torch.float32
+        elif dtype not in DTYPES:
+            raise type_error("adapter_dtype", f"one of {dtype_names(DTYPES)}", dtype)
         if len(self._shape) > 2 and options.terms > 1:
             raise value_error("terms", "1 of a convolution", options.terms)
         if options.weight_decompose:

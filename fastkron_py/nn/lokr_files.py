@@ -114,8 +114,13 @@ def load_lokr(
     tensors, config = _read(state)
     given, problems = _by_layer(tensors, prefix)
     if not given and not problems:
-        raise value_error("state", f"keys{f' that begin with {prefix!r}' if prefix else ''}", f"{len(tensors)} others")
+        raise value_error(
+            "state", f"keys{f' that begin with {prefix!r}' if prefix else ''}", f"{len(tensors)} others" if tensors else "none"
+        )
     places = _Places(model, names or {})
+    if not places.layers:
+        expected = "a module with linear layers or convolutions in it, which are replaced there"
+        raise value_error("model", expected, "such a layer itself" if _can_adapt(model) else f"none in {type_name(model)}")
     adapters: dict[tuple[str, int], dict[int, _Adapter]] = {}  # of each layer and number of its parts
     flags = [(p, p.requires_grad) for p in model.parameters()]
     for name, layer in given.items():
@@ -271,10 +276,7 @@ class _Places:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         inside = [name + "." for name, module in self._modules.items() if isinstance(module, LoKrLayer)]
         self.layers = {
-            name: module
-            for name, module in self._modules.items()
-            if isinstance(module, LoKrLayer | nn.Conv2d) or (hasattr(module, "in_features") and hasattr(module, "out_features"))
-            if name and not name.startswith(tuple(inside))
+            name: module for name, module in self._modules.items() if name and _can_adapt(module) and not name.startswith(tuple(inside))
         }
         self._underscored: dict[str, list[str]] = {}
         self._first: dict[nn.Module, str] = {}  # of the names of a shared layer
@@ -365,6 +367,10 @@ def _stem(candidate: str, own: str) -> str | None:
     """What stands before the last part of a name, or None where that is another one."""
     stem = candidate.removesuffix(own)
     return stem if stem != candidate and stem[-1:] in ("", ".", "_") else None
+
+
+def _can_adapt(module: nn.Module) -> bool:
+    return isinstance(module, LoKrLayer | nn.Conv2d) or all([hasattr(module, name) for name in ("in_features", "out_features")])
 
 
 def _shape(layer: Any) -> tuple[int, ...]:

@@ -56,15 +56,11 @@ class Configured(nn.Module):
         state_dict.setdefault(prefix + EXTRA, self.get_extra_state())  # which strict loading counts
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-
-class NotScriptable:
-    """A module whose forward pass calls operators with arguments that TorchScript has no types for."""
-
     def __prepare_scriptable__(self) -> NoReturn:
         """Called first by `torch.jit.script`, for every module of a model.
 
         Raises:
-            TypeError: always.
+            TypeError: always: TorchScript has no types for the arguments of operators.
         """
         alternatives = "a module for torch.jit.trace, torch.export.export or torch.compile, since TorchScript cannot compile it"
         raise type_error("torch.jit.script", alternatives, type(self).__name__)

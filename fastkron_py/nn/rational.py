@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.nn.modules import Configured, NotScriptable, is_materialized, is_plain
+from fastkron_py.nn.modules import Configured, is_materialized, is_plain
 from fastkron_py.nn.rational_fit import FUNCTIONS, INTERVAL, Fit, fit, initial
 from fastkron_py.rational.api import DEGREE_MOST, linear_rational, rational
 from fastkron_py.rational.denominators.registry import find_denominator
@@ -39,7 +39,7 @@ def _checked_degrees(degrees: Any) -> tuple[int, int]:
     return m, n
 
 
-class GroupRational(NotScriptable, Configured):
+class GroupRational(Configured):
     """A learnable rational function ``P(x) / Q(x)`` for each group of neighbouring channels (see `fastkron_py.rational`).
 
     Args:

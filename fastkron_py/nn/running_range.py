@@ -136,7 +136,7 @@ def moved(running: Tensor, own: Tensor, momentum: float) -> Tensor:
 
     Inputs without a finite number in the batch keep theirs.
     """
-    step = torch.where(is_set(*running), running + momentum * (own - running), own)
+    step = torch.where(is_set(*running), own + (1 - momentum) * (running - own), own)  # of momentum 1 to the last bit
     return torch.where(is_set(*own), step, running)
 
 

@@ -83,8 +83,7 @@ def set_backend(name: str) -> None:
     _default = name
 
 
-@contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
+def backend(name: str) -> contextlib.AbstractContextManager[None]:
     """Use a backend inside a ``with`` block, in this thread (and asyncio task) only.
 
     Args:
@@ -99,6 +98,11 @@ def backend(name: str) -> Iterator[None]:
         ValueError: name is none of the three.
     """
     check_choice("backend", name, BACKENDS)
+    return _using(name)
+
+
+@contextlib.contextmanager
+def _using(name: str) -> Iterator[None]:
     token = _override.set(name)
     try:
         yield

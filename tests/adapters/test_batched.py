@@ -65,6 +65,29 @@ def test_values(form: str, rank: int | None, backend_name: str, device: torch.de
     assert_close(wide, want - base.double(), magnitude=options["magnitude"], steps=8, rms_tol=None)
 
 
+@pytest.mark.parametrize("needs_gradients", [False, True])
+def test_factors_of_nothing(needs_gradients: bool, backend_name: str, device: torch.device) -> None:
+    """No adapters, adapters of rank 0, factors without rows or columns: the result is base, and it is contiguous."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        x, w1, w2, base, index = problem("second_first", dtype, None, device)
+        x[0], base = torch.nan, base.transpose(0, 1).contiguous().transpose(0, 1)
+        empty = (w2[:, :, :0], w2[:, :0])
+        for first, second, number in ((w1[:0], w2[:0], -1), (w1, empty, 2), (w1[:0], (empty[0][:0], empty[1][:0]), 0)):
+            leaves = [t.detach().requires_grad_(needs_gradients) for t in (x, first, base)]
+            given = torch.full_like(index, number)
+            y = lokr_linear(leaves[0], leaves[1], second, base=leaves[2], index=given)
+            where = slice(1 if number == 2 else 0, None)  # NaN may reach rows that have an adapter
+            assert torch.equal(y[where], base[where])
+            assert y.is_contiguous()
+            if needs_gradients:
+                dx, dw, dbase = torch.autograd.grad(y, leaves, torch.ones_like(y))
+                assert dw.shape == first.shape
+                assert not dx[where].count_nonzero()
+                assert bool((dbase == 1).all())
+        assert torch.equal(lokr_linear(x[..., :0], w1, w2[..., :0], base=base, index=index), base)
+        assert lokr_linear(x, w1, w2[:, :0], index=index).shape == (2, 5, 0)
+
+
 def test_many_rows_of_few_adapters(backend_name: str, device: torch.device) -> None:
     x, w1, w2, base, _ = problem("second_first", torch.float32, None, device)
     x, base, index = (

@@ -229,6 +229,33 @@ def test_functional_call_and_vmap_over_models(name: str) -> None:
         assert_close(y[i], model(x), rms_tol=1e-12, max_tol=1e-11)
 
 
+@every
+def test_scripted(name: str) -> None:
+    """TorchScript has no types for the operators, and the error says what has; in a model too."""
+    for module in (made(name)[0], nn.Sequential(made(name)[0])):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of jit
+            with pytest.raises(TypeError, match=r"torch.jit.script: expected a module for torch.jit.trace, .*; got \w+$"):
+                torch.jit.script(module)
+
+
+@every
+def test_functional_call_in_a_graph(name: str) -> None:
+    """Of a layer inside a model, with other parameters: Dynamo sees dictionaries of modules change."""
+    module, x = made(name)
+    model, other = nn.Sequential(module), _perturbed(module)
+    torch._dynamo.reset()  # its limit of recompilations is for all layers together
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def call(parameters: Any, x: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(model, parameters, (x,))
+        return y
+
+    for each in (module, other):
+        parameters = {f"0.{n}": p for n, p in each.named_parameters()}
+        assert_close(call(parameters, x), each(x), rms_tol=1e-12, max_tol=1e-11)
+
+
 def _perturbed(module: nn.Module) -> nn.Module:
     """Another model of the same configuration; a merged layer's base stays merged with its adapter."""
     copied = copy.deepcopy(module)

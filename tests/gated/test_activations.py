@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+import forked
 import pytest
 import torch
 import triton
@@ -16,8 +17,8 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import gated_linear
-from fastkron_py.gated.activations.built_in import sigmoid
 from fastkron_py.gated.activations.registry import find_activation, unregister_activation
+from fastkron_py.gated.activations.sigmoids import sigmoid
 from fastkron_py.nn import Activation, GatedMLP, register_activation, unpack_gated
 from fastkron_py.testing import assert_close
 
@@ -27,6 +28,13 @@ def _map_kernel(x_ptr, y_ptr, size, FUNCTION: tl.constexpr, C: tl.constexpr, BLO
     i = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < size, other=0.0)
     tl.store(y_ptr + i, FUNCTION(x, C) if len(C) else FUNCTION(x), mask=i < size)
+
+
+def test_a_name_with_constants_may_come_first() -> None:
+    """In a new process, where it imports one file of the package before the others."""
+    first = "find_activation('clamped_swiglu(7, 1.702, 1)')"
+    done = forked.run(f"from fastkron_py.gated.activations.registry import *; {first}; print(*activation_names())")
+    assert {"clamped_swiglu", "quick_gelu", "silu"} < {*done.stdout.split()}, done.stderr
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

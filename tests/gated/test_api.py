@@ -379,6 +379,15 @@ def test_a_bias_for_each_row(dtype: torch.dtype, backend_name: str, device: torc
                     assert relative(actual, wanted.detach()) < (1e-6 if dtype == torch.float32 else 2e-2)
 
 
+def test_a_bias_for_the_one_row_of_a_vector() -> None:
+    x, up, gate, bias = torch.randn(8), torch.randn(6, 8), torch.randn(6, 8), torch.randn(2, 6)
+    want = (up.double() @ x.double() + bias[0]) * torch.nn.functional.silu(gate.double() @ x.double() + bias[1])
+    assert_close(gated_linear(x, (up, gate), bias=bias), want)
+    assert_close(gated_linear(x, torch.stack([up, gate]), bias=bias, layout="stacked"), want)
+    arrays = [t.numpy() for t in (x, up, gate, bias)]
+    assert_close(torch.tensor(gated_linear(arrays[0], (arrays[1], arrays[2]), bias=arrays[3])), want)
+
+
 def test_a_bias_for_each_row_in_transforms() -> None:
     x, weight, bias = torch.randn(3, 5, 8), torch.randn(2, 6, 8), torch.randn(3, 5, 2, 6)
 

@@ -131,6 +131,26 @@ def test_layers_in_place_of_a_linear_one_are_called() -> None:
     assert_close(mlp(x), before)
 
 
+class Halved(torch.Tensor):
+    """A weight that stands for twice its numbers, as a quantised one stands for others than it stores."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            x, weight, bias = args
+            return nn.functional.linear(x, 2 * weight.as_subclass(torch.Tensor), bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_of_other_types_multiply_as_their_type_has_it(recompute: bool) -> None:
+    mlp, x = KATMlp(16, 32, num_groups=4, recompute=recompute), torch.randn(3, 16)
+    before = mlp(x).detach()
+    for fc in (mlp.fc1, mlp.fc2):
+        fc.weight = nn.Parameter((fc.weight.detach() / 2).as_subclass(Halved), requires_grad=False)
+    assert_close(mlp(x), before)
+
+
 @pytest.mark.parametrize("norm", [nn.LayerNorm(16, bias=False), nn.RMSNorm(16), nn.Identity(), nn.LayerNorm((3, 16))])
 def test_other_norms_are_called(norm: nn.Module) -> None:
     mlp, x = KATMlp(16, 32, num_groups=4), torch.randn(2, 3, 16)

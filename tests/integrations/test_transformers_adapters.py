@@ -91,6 +91,18 @@ def test_lora_is_added_before_the_activation(name: str, backend_name: str, devic
     assert len(fused_calls) == 2
 
 
+def test_dropout_draws_the_same_numbers(fused_calls: list[None]) -> None:
+    model = adapted(MLP, ["gate_proj", "up_proj"], peft.LoraConfig, **LORA, lora_dropout=0.5).double()
+    fused, x = copy.deepcopy(model), torch.randn(5, 12, dtype=torch.float64)
+    use_fastkron(fused)
+    torch.manual_seed(1)
+    expected = results(model, x)
+    torch.manual_seed(1)
+    for got, want in zip(results(fused, x), expected, strict=True):
+        assert_close(got, want, steps=64)
+    assert fused_calls
+
+
 def test_adapters_that_come_and_go(fused_calls: list[None]) -> None:
     """Added to a changed model, switched off, two at once, merged, taken away; all in the fused product."""
     mlp = MLP()

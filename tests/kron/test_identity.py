@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastkron_py
-from fastkron_py import kron_matmul, kron_matmul_left
+from fastkron_py import Hadamard, kron_matmul, kron_matmul_left
 from fastkron_py.kron import modes
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
@@ -180,6 +180,7 @@ def test_refusals() -> None:
         ([(8, 8), 2], ValueError, r"x: expected dimension -1 of size 16 = 8 \* 2.*got size 24"),
         ([25], ValueError, r"x: expected dimension -1 of size 25.*got size 24"),
         (24, TypeError, r"factors: expected a list or tuple of matrices; got int"),
+        (Hadamard(24, 1), TypeError, r"factors: expected a list or tuple of matrices; got .*Hadamard$"),
     ]:
         given = [torch.ones(f) if isinstance(f, tuple) else f for f in factors] if isinstance(factors, list) else factors
         with pytest.raises(error, match=text):

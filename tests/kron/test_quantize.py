@@ -234,6 +234,7 @@ GROUPS: dict[str, list[Any]] = {
 MORE_GROUPS: dict[str, list[Any]] = {
     "odd rows": [3, Hadamard(8)],
     "of order 12": [2, Hadamard(12)],
+    "of order 1": [6, Hadamard(1, 0.25)],
     "an identity behind": [2, 7, -3],
     "no matrix": [-24],
 }
@@ -646,6 +647,9 @@ def test_refusals() -> None:
         arguments: dict[str, Any] = {"x": torch.zeros(3, 12), "factors": [torch.zeros(3, 4), torch.zeros(4, 5)], "dtype": torch.int8}
         with pytest.raises(error, match=re.escape(message)):
             kron_quantize(**arguments | given)
+    kron_quantize(**arguments, group_size=2)
+    with pytest.raises(TypeError, match=r"group_size: expected None or an integer; got float"):
+        kron_quantize(**arguments, group_size=2.0)  # which equals that of a call that is kept
 
 
 @pytest.mark.parametrize("prologue", [None, "rms_norm"])

@@ -420,6 +420,10 @@ REFUSED: dict[str, Refusal] = {
     "decompose_both": wrong_type(lambda: LoKrLinear(3, 3, 1, -1, 1), "decompose_both: expected True or False; got int"),
     "alpha": value(lambda: LoKrLinear(3, 3, 1, alpha=float("nan")), "alpha: expected a finite number; got nan"),
     "alpha_tensor": wrong_type(lambda: LoKrLinear(3, 3, 1, alpha=torch.ones(())), "alpha: expected a number or None; got torch.Tensor"),
+    "adapter_dtype": wrong_type(
+        lambda: LoKrLinear(3, 3, 1, adapter_dtype=torch.int8),
+        "adapter_dtype: expected one of float16, bfloat16, float32, float64, complex64, complex128; got torch.int8",
+    ),
     "dropout": value(lambda: LoKrLinear(3, 3, 1, dropout=2.0), "dropout: expected a probability; got 2.0"),
     "layer": wrong_type(
         lambda: LoKrLinear.from_linear(nn.Conv2d(3, 3, 1), 1),

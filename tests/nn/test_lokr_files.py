@@ -249,6 +249,16 @@ REFUSED: dict[str, Refusal] = {
     "nothing": value(
         lambda: load_lokr(MODEL, low_rank(), prefix="lora_te"), "state: expected keys that begin with 'lora_te'; got 4 others"
     ),
+    "no_keys": value(lambda: load_lokr(MODEL, {}), "state: expected keys; got none"),
+    "bare": value(
+        lambda: load_lokr(torch.nn.Linear(4, 4), low_rank("lycoris_a")),
+        "model: expected a module with linear layers or convolutions in it, which are replaced there; got such a layer itself",
+    ),
+    "no_layers": value(
+        lambda: load_lokr(torch.nn.Sequential(torch.nn.GELU()), low_rank("lycoris_a")),
+        "model: expected a module with linear layers or convolutions in it, which are replaced there; "
+        "got none in torch.nn.modules.container.Sequential",
+    ),
     "unknown": value(
         lambda: load_lokr(MODEL, {"lora_unet_x.lora_up.weight": torch.ones(1, 1)} | low_rank("lora_unet_attn_to_w") | low_rank("zzz")),
         GOOD + "lora_unet_x.lora_up.weight is no tensor of LoKr; lora_unet_attn_to_w: expected a layer of the model that can have an "

@@ -54,6 +54,15 @@ def test_running_range() -> None:
         PolyKANLinear(2, 1, 4).update_grid(torch.randn(3, 2))
 
 
+def test_of_momentum_1_the_range_is_the_batchs(backend_name: str) -> None:
+    """To the last bit: a range of one row has no width, and the rounding of its bounds would be one."""
+    layer = PolyKANLinear(40, 3, 4, normalization="minmax", momentum=1.0)
+    for x in torch.randn(5, 1, 40):
+        assert_close(layer(x), poly_kan(x.double(), layer.coefficients.double(), normalization="minmax"))
+        assert torch.equal(layer.low, x[0])  # type: ignore[arg-type]
+        assert torch.equal(layer.high, x[0])  # type: ignore[arg-type]
+
+
 def test_edges_add_up() -> None:
     layer = PolyKANLinear(3, 2, 5, "legendre", dtype=torch.float64)
     x = torch.randn(10, 3, dtype=torch.float64)

@@ -37,6 +37,9 @@ def test_completion_offers_public_names_alone() -> None:
     assert found == {*fastkron_py.__all__, "distributed", "functional", "integrations", "nn", "reference", "testing"}
     assert all(hasattr(fastkron_py, name) for name in found)
     assert fastkron_py.kron.__name__ == "fastkron_py.kron"
+    for module in (fastkron_py.nn, fastkron_py.distributed, fastkron_py.functional):
+        assert {name for name in dir(module) if not name.startswith("__")} == set(module.__all__)
+    assert fastkron_py.nn.lokr.__name__ == "fastkron_py.nn.lokr"
 
 
 def test_public_names_and_every_parameter_are_described() -> None:

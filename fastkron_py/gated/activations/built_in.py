@@ -8,24 +8,9 @@ import torch
 from torch import Tensor
 
 from fastkron_py.gated.activations.registry import Activation
+from fastkron_py.gated.activations.sigmoids import quick_sigmoid, sigmoid
 from fastkron_py.runtime.optional_triton import tl, triton
 from fastkron_py.runtime.registry import records
-from fastkron_py.tiling.approximations import quick_exp2, quick_reciprocal
-
-_LESS_LOG2_E: Final = tl.constexpr(-math.log2(math.e))
-
-
-@triton.jit
-def sigmoid(x):
-    """``1 / (1 + exp(-x))``."""
-    return 1 / (1 + tl.exp(-x))
-
-
-@triton.jit
-def quick_sigmoid(x):
-    """By the units for powers of two and reciprocals: eight instructions fewer, for which the next product waits."""
-    return quick_reciprocal(1 + quick_exp2(x * _LESS_LOG2_E))
-
 
 # Device functions that have a sigmoid take it in their constants: C[0] is the exact one, or the quick one.
 _SIGMOIDS: Final[dict[str, Any]] = {"constants": (sigmoid,), "quick_constants": (quick_sigmoid,), "allows_overlap": True}

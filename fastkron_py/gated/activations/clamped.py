@@ -11,8 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fastkron_py.gated.activations.built_in import quick_sigmoid, sigmoid
 from fastkron_py.gated.activations.registry import Activation
+from fastkron_py.gated.activations.sigmoids import quick_sigmoid, sigmoid
 from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.optional_triton import tl, triton
 

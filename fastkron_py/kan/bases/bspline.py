@@ -7,7 +7,6 @@ selections, since a maximum would lose a NaN.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -108,7 +107,7 @@ BASIS: Final = Basis(
     _derivatives,
     (stateless_start, stateless_step, _value),
     (stateless_start, stateless_step, _derivative),
-    MappingProxyType({"order": 3.0}),
+    {"order": 3.0},
     _check,
     any_dialect=True,
     formula="bumps of one order on a uniform grid over [-1, 1] with degree + 1 - order intervals",

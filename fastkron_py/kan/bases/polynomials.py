@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import MappingProxyType
 from typing import Final
 
 from torch import Tensor
@@ -63,7 +62,7 @@ GEGENBAUER: Final = Basis(
     gegenbauer_derivatives,
     (from_one, _gegenbauer_step, current_value),
     (from_zero, _gegenbauer_derivative_step, _gegenbauer_derivative),
-    MappingProxyType({"alpha": 1.0}),
+    {"alpha": 1.0},
     _check_gegenbauer,
     has_constant=True,
     any_dialect=True,
@@ -267,7 +266,7 @@ JACOBI: Final = Basis(
     _jacobi_derivatives,
     (from_one, _jacobi_step, current_value),
     (from_zero, _jacobi_derivative_step, _jacobi_derivative),
-    MappingProxyType({"a": 0.0, "b": 0.0}),
+    {"a": 0.0, "b": 0.0},
     _check_jacobi,
     has_constant=True,
     any_dialect=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -57,7 +56,7 @@ BASIS: Final = Basis(
     _derivatives,
     (stateless_start, stateless_step, _value),
     (stateless_start, stateless_step, _derivative),
-    MappingProxyType({"width": 1.0}),
+    {"width": 1.0},
     _check,
     any_dialect=True,
     formula="exp(-((t - c_d) / (width h))^2)",

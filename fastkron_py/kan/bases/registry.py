@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 from torch import Tensor
@@ -62,7 +61,7 @@ class Basis:
     derivatives: Terms
     value_prologue: Prologue | None = None
     derivative_prologue: Prologue | None = None
-    parameters: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    parameters: Mapping[str, float] = field(default_factory=dict)
     check: Callable[[int, Parameters], None] = lambda terms, parameters: None
     has_constant: bool = False
     any_dialect: bool = False

@@ -125,8 +125,9 @@ class KroneckerSum(ProductOrSum):
         """``S + s * I``, a Kronecker sum again; with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as Helmholtz' equation has it.
 
         Args:
-            s: number or 0-dimensional tensor; or a vector ``[n]`` or ``[*batch, n]``, for an `OperatorSum` of S and the diagonal matrix D,
-                without mass matrices, as Schroedinger's equation has it.
+            s: number or 0-dimensional tensor, which is added now: later writes to it do not show; or a vector ``[n]`` or
+                ``[*batch, n]``, for an `OperatorSum` of S and the diagonal matrix D, without mass matrices, as Schroedinger's equation
+                has it.
 
         Raises:
             TypeError: s is of another type or dtype, or complex where the factors are real.
