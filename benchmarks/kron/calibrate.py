@@ -36,10 +36,10 @@ from benchmarks.kron.programs import pretending
 from fastkron_py.kron import forward, gradients, matmul_step
 from fastkron_py.kron.canonical import PLAIN, Scale
 from fastkron_py.kron.families import BY_NAME, asked, family_of, gradient_offers, refusal, torch_products
-from fastkron_py.kron.gradient_problem import GradientOffer, Group, GroupProblem
+from fastkron_py.kron.gradient_problem import Group, GroupProblem
 from fastkron_py.kron.plan.steps import Launch, steps_of
 from fastkron_py.kron.planner import Place, placed_segment
-from fastkron_py.kron.problem import LaunchProblem, Offer, Problem, Rows, Segment, add_launch, contiguous_problem
+from fastkron_py.kron.problem import GradientOffer, LaunchProblem, Offer, Problem, Rows, Segment, add_launch, contiguous_problem
 from fastkron_py.kron.rates import at_least
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder

@@ -1,23 +1,18 @@
-"""The gradients of a group of factors, as plain values: the problem, families' offers for it, and its launches."""
+"""The gradients of a group of factors, as plain values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastkron_py.kron.plan.steps import padded, tile_constants
 from fastkron_py.kron.problem import MICROSECOND, WORD, Mode, OnSlices, Problem, Rows, in_words
-from fastkron_py.kron.rates import priced
-from fastkron_py.runtime.kernels import LaunchConfig
 
 if TYPE_CHECKING:
     import torch
-
-
-SINGLE: Final = "takes one factor that no kernel takes with dx"
 
 
 class Group(NamedTuple):
@@ -181,47 +176,3 @@ class GroupProblem(OnSlices):
         ((p, q),) = self.factor_shapes
         ((batch, p_stride, q_stride),) = self.factor_strides
         return replace(self, u=self.g, g=self.u, factor_shapes=((q, p),), factor_strides=((batch, q_stride, p_stride),))
-
-
-class GradientLaunch(NamedTuple):
-    """How the gradients of a group are launched.
-
-    Attributes:
-        configs: of the launch, the preferred one first; none where torch multiplies.
-        sums: partial sums that it leaves for each batch of factors.
-        operands: the launch's, of u, g, the factors, dx and the partial sums of both steps.
-        takes_alpha: whether alpha is its scalar.
-        splits_first: whether partial sums are ``[sums, B, P, Q]``, not ``[B, sums, P, Q]``.
-        algorithm: of torch's products (`matmul_step.BY_TORCH`).
-    """
-
-    configs: tuple[LaunchConfig, ...]
-    sums: int
-    operands: Callable[..., tuple[Any, ...]] = lambda u, g, factors, dx, sums: (u, g, factors, dx, sums)
-    takes_alpha: bool = True
-    splits_first: bool = False
-    algorithm: str = ""
-
-
-@dataclass(frozen=True)
-class GradientOffer:
-    """A family's offer for a group.
-
-    Attributes:
-        family: its name.
-        prices: the section of its prices.
-        quantities: of the group's gradients and, of a fused group, of dx.
-        problem: the group's.
-        launch: makes the launch.
-    """
-
-    family: str
-    prices: str
-    quantities: dict[str, float]
-    problem: GroupProblem
-    launch: Callable[[], GradientLaunch]
-
-    @cached_property
-    def seconds(self) -> float:
-        """Modelled seconds."""
-        return priced(self.prices, self.problem.gpu, self.problem.itemsize, self.quantities)

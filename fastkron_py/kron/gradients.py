@@ -18,10 +18,11 @@ from torch import Tensor
 from fastkron_py.kron.canonical import PLAIN, Canonical, Scale
 from fastkron_py.kron.families import missing
 from fastkron_py.kron.forward import Part, add_multiply, mergeable, rows_of
-from fastkron_py.kron.gradient_problem import GradientLaunch, Group, GroupProblem
+from fastkron_py.kron.gradient_problem import Group, GroupProblem
 from fastkron_py.kron.kernels.gradients import _split_gradient_kernel
 from fastkron_py.kron.matmul_step import add_gradient
 from fastkron_py.kron.plan.gradients import Cut, best_order, bids, find_cut, gradient_plan, part_of
+from fastkron_py.kron.plan.steps import GradientLaunch
 from fastkron_py.kron.problem import Problem, contiguous_problem
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder

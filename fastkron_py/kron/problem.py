@@ -1,14 +1,14 @@
-"""What is multiplied, as plain values: the problem of a multiply, neighbouring factors of it, one mode, and one launch."""
+"""What is multiplied, as plain values: the problem of a multiply, neighbouring factors of it, offers for them, one mode, and one launch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fastkron_py.kron.plan.steps import Launch
+from fastkron_py.kron.plan.steps import GradientLaunch, Launch
 from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import GPU, SECTOR_BYTES, VECTOR_BYTES, WRITE_BYTES
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastkron_py.kron.canonical import Scale
+    from fastkron_py.kron.gradient_problem import GroupProblem
     from fastkron_py.kron.kernels.epilogues import StoreEpilogue
     from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.launch import Launcher
@@ -286,6 +287,30 @@ class Offer(NamedTuple):
         """The bid of one launch of a kernel with these quantities."""
         problem = segment.problem
         return cls(priced(prices, problem.gpu, problem.itemsize, quantities), launch, HostWork(), prices, quantities)
+
+
+@dataclass(frozen=True)
+class GradientOffer:
+    """A family's offer for a group.
+
+    Attributes:
+        family: its name.
+        prices: the section of its prices.
+        quantities: of the group's gradients and, of a fused group, of dx.
+        problem: the group's.
+        launch: makes the launch.
+    """
+
+    family: str
+    prices: str
+    quantities: dict[str, float]
+    problem: GroupProblem
+    launch: Callable[[], GradientLaunch]
+
+    @cached_property
+    def seconds(self) -> float:
+        """Modelled seconds."""
+        return priced(self.prices, self.problem.gpu, self.problem.itemsize, self.quantities)
 
 
 @dataclass

@@ -13,13 +13,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fastkron_py.kron.plan.steps import Launch
-from fastkron_py.kron.problem import LaunchProblem, Offer, Problem, Segment
+from fastkron_py.kron.problem import GradientOffer, LaunchProblem, Offer, Problem, Segment
 from fastkron_py.runtime.kernels import LaunchConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from fastkron_py.kron.gradient_problem import GradientOffer, GroupProblem
+    from fastkron_py.kron.gradient_problem import GroupProblem
     from fastkron_py.runtime.gpu import GPU
 
 

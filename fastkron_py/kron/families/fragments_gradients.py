@@ -18,9 +18,9 @@ from fastkron_py.kron.bits import SLICE, Bases, Bit, Order, TileLayout, bits_of,
 from fastkron_py.kron.families import fragments
 from fastkron_py.kron.families.fragments import CHAIN_WIDTH, MOST_OFFSET, TILE
 from fastkron_py.kron.families.tile_gradients import SUM_NUMBERS, fused_launch
-from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
-from fastkron_py.kron.plan.steps import DOT_SIDE
-from fastkron_py.kron.problem import WORD, ceil
+from fastkron_py.kron.gradient_problem import GroupProblem
+from fastkron_py.kron.plan.steps import DOT_SIDE, GradientLaunch
+from fastkron_py.kron.problem import WORD, GradientOffer, ceil
 from fastkron_py.runtime.gpu import SECTOR_BYTES, VECTOR_BYTES
 from fastkron_py.runtime.kernels import LaunchConfig
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
-from fastkron_py.kron.plan.steps import Launch, Step, tile_constants
-from fastkron_py.kron.problem import LaunchProblem, Mode, Offer, Segment, ceil
+from fastkron_py.kron.plan.steps import GradientLaunch, Launch, Step, tile_constants
+from fastkron_py.kron.problem import GradientOffer, LaunchProblem, Mode, Offer, Segment, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, VECTOR_BYTES, next_power_of_two
 from fastkron_py.runtime.kernels import LaunchConfig
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.gradient_problem import GroupProblem
 
 name: Final = "narrow"
 order: Final = 0

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from fastkron_py.kron.families import tile
-from fastkron_py.kron.gradient_problem import GradientLaunch, GradientOffer, GroupProblem
-from fastkron_py.kron.plan.steps import DOT_SIDE, padded, tile_constants
-from fastkron_py.kron.problem import MICROSECOND, ceil
+from fastkron_py.kron.gradient_problem import GroupProblem
+from fastkron_py.kron.plan.steps import DOT_SIDE, GradientLaunch, padded, tile_constants
+from fastkron_py.kron.problem import MICROSECOND, GradientOffer, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import SECTOR_BYTES, next_power_of_two
 from fastkron_py.runtime.kernels import LaunchConfig

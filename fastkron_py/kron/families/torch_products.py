@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from fastkron_py.kron.gradient_problem import SINGLE, GradientLaunch, GradientOffer, GroupProblem
-from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, Step
-from fastkron_py.kron.problem import MICROSECOND, WORD, HostWork, LaunchProblem, Memory, Mode, Offer, Segment, ceil, filled
+from fastkron_py.kron.plan.steps import HALF_VECTOR, SINGLE, GradientLaunch, Launch, Step
+from fastkron_py.kron.problem import MICROSECOND, WORD, GradientOffer, HostWork, LaunchProblem, Memory, Mode, Offer, Segment, ceil, filled
 from fastkron_py.kron.rates import figures, priced
 from fastkron_py.runtime.gpu import VECTOR_BYTES
 from fastkron_py.runtime.kernels import LaunchConfig
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastkron_py.kron.canonical import Scale
+    from fastkron_py.kron.gradient_problem import GroupProblem
     from fastkron_py.runtime.builder import Builder
 
 name: Final = "torch_products"

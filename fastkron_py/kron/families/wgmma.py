@@ -8,15 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.families import tile
-from fastkron_py.kron.gradient_problem import SINGLE, GradientLaunch, GradientOffer, GroupProblem
-from fastkron_py.kron.plan.steps import Launch, Step, is_even
-from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, WORD, LaunchProblem, Mode, Offer, Problem, Segment, ceil
+from fastkron_py.kron.plan.steps import SINGLE, GradientLaunch, Launch, Step, is_even
+from fastkron_py.kron.problem import BLOCK_K, MICROSECOND, WORD, GradientOffer, LaunchProblem, Mode, Offer, Problem, Segment, ceil
 from fastkron_py.kron.rates import figures
 from fastkron_py.runtime.gpu import GPU, VECTOR_BYTES
 from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
 
 if TYPE_CHECKING:
     import torch
+
+    from fastkron_py.kron.gradient_problem import GroupProblem
 
 name: Final = "wgmma"
 order: Final = 10

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from fastkron_py.kron import planner
 from fastkron_py.kron.families import gradient_families, gradient_offers, offers
 from fastkron_py.kron.families.tile import RESIDENT
-from fastkron_py.kron.gradient_problem import GradientOffer, Group, GroupProblem
-from fastkron_py.kron.problem import Problem, contiguous_problem
+from fastkron_py.kron.gradient_problem import Group, GroupProblem
+from fastkron_py.kron.problem import GradientOffer, Problem, contiguous_problem
 
 
 def bids(problem: GroupProblem) -> list[GradientOffer]:

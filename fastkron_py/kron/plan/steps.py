@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from fastkron_py.runtime.gpu import VECTOR_BYTES
+from fastkron_py.runtime.kernels import LaunchConfig
 
 # The smallest side of a tensor-core product in Triton.
 DOT_SIDE: Final = 16
 HALF_VECTOR: Final = VECTOR_BYTES // 2  # 16-bit floats
 USUAL_ROWS: Final = 256  # multiples of it, and powers of two, are usual numbers of rows
+
+SINGLE: Final = "takes one factor that no kernel takes with dx"  # a family's reason for no gradients
 
 Ends = tuple[int, ...]  # of steps: the first factor, then one past the last factor of each
 
@@ -99,6 +102,26 @@ class Launch:
     def tile_width(self) -> int:
         """Widest the padded slice gets, in real numbers, while the chain runs."""
         return self.work.widest * self.parts
+
+
+class GradientLaunch(NamedTuple):
+    """How the gradients of a group are launched.
+
+    Attributes:
+        configs: of the launch, the preferred one first; none where torch multiplies.
+        sums: partial sums that it leaves for each batch of factors.
+        operands: the launch's, of u, g, the factors, dx and the partial sums of both steps.
+        takes_alpha: whether alpha is its scalar.
+        splits_first: whether partial sums are ``[sums, B, P, Q]``, not ``[B, sums, P, Q]``.
+        algorithm: of torch's products (`matmul_step.BY_TORCH`).
+    """
+
+    configs: tuple[LaunchConfig, ...]
+    sums: int
+    operands: Callable[..., tuple[Any, ...]] = lambda u, g, factors, dx, sums: (u, g, factors, dx, sums)
+    takes_alpha: bool = True
+    splits_first: bool = False
+    algorithm: str = ""
 
 
 class ChainWork(NamedTuple):
