@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Hashable
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -343,7 +344,8 @@ def layer_norm_rational(
     if entry is not None:
         return entry.call(tensors, entry.options)  # type: ignore[no-any-return]
     made = prepare(x, numerator, denominator, version, training, noise, key)
-    if isinstance(eps, bool) or not isinstance(eps, int | float):
+    number: object = eps
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise type_error("eps", "a number", type_name(eps))
     for name, t in (("weight", weight), ("bias", bias)):
         _check_parameter(name, t, x, None)
