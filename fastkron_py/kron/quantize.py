@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
+from operator import index
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -224,7 +226,7 @@ def _prologue(prologue: Any) -> tuple[str, float, Any]:
         return "swiglu", 0.0, None
     if isinstance(prologue, tuple) and prologue[:1] == ("rms_norm",) and len(prologue) == 3:
         _, weight, eps = prologue
-        if isinstance(eps, int | float) and eps >= 0:
+        if isinstance(eps, Real) and float(eps) >= 0:
             return "rms_norm", float(eps), weight
     raise value_error("prologue", _PROLOGUES, repr(prologue))
 
@@ -257,7 +259,7 @@ def _rotation(x: Tensor, factors: list[Any]) -> tuple[int, int, float, list[Any]
     while rest and is_identity(rest[0]):
         groups *= rest.pop(0)
     if all([isinstance(f, Hadamard) and f.is_sylvester for f in rest]) and any([f.order > 1 for f in rest]):
-        return groups, math.prod([f.order for f in rest]), math.prod([f.scale for f in rest]), []
+        return groups, math.prod([index(f.order) for f in rest]), math.prod([f.scale for f in rest]), []
     return groups, 1, 1.0, with_matrices(rest, x)
 
 

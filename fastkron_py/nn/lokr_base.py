@@ -51,14 +51,13 @@ class LoKrOptions(NamedTuple):
     terms: int = 1
 
     def checked(self) -> LoKrOptions:
-        """The options themselves.
+        """The options, with integers of Python's.
 
         Raises:
             TypeError: an option of the wrong type.
             ValueError: an option outside its range.
         """
-        for name in ("rank", "terms"):
-            check_positive(name, getattr(self, name))
+        rank, terms = (check_positive(name, getattr(self, name)) for name in ("rank", "terms"))
         if check_integer("factor", self.factor) < 1 and self.factor != -1:
             raise value_error("factor", "-1 or at least 1", self.factor)
         for name in ("decompose_both", "rank_dropout_scale", "use_tucker", "weight_decompose", "wd_on_out"):
@@ -73,7 +72,7 @@ class LoKrOptions(NamedTuple):
             for name, alone in (("dropout", 0), ("rank_dropout", 0), ("terms", 1)):
                 if getattr(self, name) != alone:
                     raise value_error(name, f"{alone} with weight_decompose, whose norms are of the whole weight", getattr(self, name))
-        return self
+        return self._replace(rank=rank, factor=int(self.factor), terms=terms)  # of NumPy's integers, which JSON has no form for
 
 
 class LoKrLayer(Configured):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Hashable
 from typing import Any, Final, NamedTuple, TypeVar
 

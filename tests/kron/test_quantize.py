@@ -10,6 +10,7 @@ import itertools
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cache_spy import CacheSpy
@@ -650,6 +651,15 @@ def test_refusals() -> None:
     kron_quantize(**arguments, group_size=2)
     with pytest.raises(TypeError, match=r"group_size: expected None or an integer; got float"):
         kron_quantize(**arguments, group_size=2.0)  # which equals that of a call that is kept
+
+
+def test_numbers_of_numpy() -> None:
+    x, weight = torch.randn(5, 32), torch.randn(32)
+    given, same = (
+        kron_quantize(x, [2, Hadamard(order, 0.25)], torch.int8, prologue=("rms_norm", weight, eps))
+        for order, eps in ((np.int64(16), np.float32(0.5)), (16, 0.5))
+    )
+    assert torch.equal(given.dequantize(), same.dequantize())
 
 
 @pytest.mark.parametrize("prologue", [None, "rms_norm"])

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from refusals import Refusal, assert_all_refused, value, wrong_type
@@ -142,6 +143,12 @@ def test_merged_states(name: str) -> None:
     assert_close(other(x), want, steps=4)
     other.load_state_dict({k: t for k, t in plain.items() if k != "_extra_state"})  # of an earlier version
     assert_close(other(x), want)
+
+
+def test_integers_of_numpy() -> None:
+    for layer in (LoKrLinear(12, 10, np.int64(2), np.int64(2)), LoKrConv2d(4, 6, 3, np.int64(2))):  # type: ignore[arg-type]
+        copy.deepcopy(layer).load_state_dict(layer.state_dict())
+        assert layer.configuration() == {"rank": 2, "is_merged": False}
 
 
 def test_a_state_of_another_rank_is_rejected() -> None:

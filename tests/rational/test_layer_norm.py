@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rational_cases import WITHOUT_NOISE
@@ -136,5 +137,7 @@ def test_bad_input() -> None:
         given[index] = value
         with pytest.raises(error, match=message):
             layer_norm_rational(*given)
+    given = arguments()
+    assert torch.equal(layer_norm_rational(*given, eps=np.float32(0.5)), layer_norm_rational(*given, eps=0.5))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="eps: expected a number; got str"):
         layer_norm_rational(*arguments(), eps="small")  # type: ignore[arg-type]
