@@ -467,7 +467,7 @@ def khatri_rao_matmul(matrices: Sequence[ArrayT], coefficients: ArrayT, *, trans
     if all([isinstance(a, Tensor) for a in given]):
         return _multiply_rows(given, names, transpose, precision)  # type: ignore[arg-type, return-value]
     arrays = dict(zip(names, given, strict=True))
-    return through_bridge(arrays, lambda loaded: _multiply_rows([*loaded.values()], names, transpose, precision))  # type: ignore[no-any-return]
+    return through_bridge(arrays, lambda loaded: _multiply_rows([*loaded.values()], names, transpose, precision))
 
 
 def _multiply_rows(given: list[Tensor], names: list[str], transpose: bool, precision: str | None) -> Tensor:

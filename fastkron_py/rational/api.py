@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Hashable
 from typing import Any, Final, NamedTuple, TypeVar
 
