@@ -31,6 +31,7 @@ VECTOR_BYTES = 64 if HAS_512_BITS else 32
 TERMS = 256  # of sums that are added up: longer ones would round more, and their vectors leave the first level of cache
 PACKED_ROWS = 64  # of scalars at least, for which vectors that lie apart are copied side by side: else their places in L1 and pages collide
 PACKED_BYTES = 1 << 15  # from the first one to the last, at least
+NEAR_BYTES = 1 << 15  # of all vectors, and of some rows of the result, which then leave the first level of cache together
 ROWS = 8 if HAS_512_BITS else 4  # of sums, in 32 or 16 registers
 
 
@@ -363,19 +364,24 @@ def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
     for first in range(0, terms, TERMS):
         here, adds = min(TERMS, terms - first), adds_all or first > 0
         is_packed = rows >= PACKED_ROWS and here * vp * size > PACKED_BYTES
-        u, w, z, left = s + first * sp * size, v + first * vp * size, y, width
-        while left > 0:
-            near, stride, done = w, vp, 2 * lanes if left >= 2 * lanes else lanes
-            if is_packed and left >= done:
-                _read(kind, w, 0, vp, panel, 1, here, done, SAME)
-                near, stride = panel, done
-            if left >= 2 * lanes:
-                _pair(kind, u, si, sp, near, stride, z, yi, rows, here, left, adds)
-            elif 2 * left > lanes:
-                _single(kind, u, si, sp, near, stride, z, yi, rows, here, left, adds)
-            else:
-                _narrow(kind, u, si, sp, near, stride, z, yi, rows, here, left, adds)
-            w, z, left = w + done * size, z + done * size, left - done
+        # Rows of a result that leave the first level of cache are written whole, as far as all vectors stay there.
+        most = NEAR_BYTES // (width * size) // ROWS * ROWS
+        most = max(most, ROWS) if here * width * size <= NEAR_BYTES and not is_packed else rows
+        for row in range(0, rows, most):
+            u, w, z, left = s + (first * sp + row * si) * size, v + first * vp * size, y + row * yi * size, width
+            some = min(most, rows - row)
+            while left > 0:
+                near, stride, done = w, vp, 2 * lanes if left >= 2 * lanes else lanes
+                if is_packed and left >= done:
+                    _read(kind, w, 0, vp, panel, 1, here, done, SAME)
+                    near, stride = panel, done
+                if left >= 2 * lanes:
+                    _pair(kind, u, si, sp, near, stride, z, yi, some, here, left, adds)
+                elif 2 * left > lanes:
+                    _single(kind, u, si, sp, near, stride, z, yi, some, here, left, adds)
+                else:
+                    _narrow(kind, u, si, sp, near, stride, z, yi, some, here, left, adds)
+                w, z, left = w + done * size, z + done * size, left - done
 
 
 @numba.njit(error_model="numpy")
