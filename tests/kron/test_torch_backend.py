@@ -246,7 +246,8 @@ def test_small_products_and_their_recorded_gradients(left, shapes):
     arguments = [t.requires_grad_() for t in (x, *factors)]
     truth = reference.kron_matmul(x, factors, alpha=0.5, beta=2.0, z=dy, left=left)
     gradients = torch.autograd.grad(truth, arguments, dy)
-    y = torch_steps.small_multiply(shapes, 1 if left else rows, rows if left else 1, tuple(dy.shape), left)(x, factors, dy, 0.5, 2.0)
+    sizes = Sizes(tuple(shapes), 1, 1 if left else rows, rows if left else 1, 8, 1, True, left)
+    y = torch_steps.small_multiply(sizes, tuple(dy.shape), left)(x, factors, dy, 0.5, 2.0)
     assert y.is_contiguous()
     assert_close(y.detach(), truth.detach())
     for got, wanted in zip(torch.autograd.grad(y, arguments, dy), gradients, strict=True):

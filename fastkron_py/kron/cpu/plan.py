@@ -187,7 +187,9 @@ def _together(matrices: Sequence[Matrix]) -> tuple[int, int]:
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def _steps(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows: int = 1, columns: int = 1) -> tuple[list[Step], int, float]:
+def _steps(
+    sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows: int = 1, columns: int = 1
+) -> tuple[list[Step], int, float]:
     """The steps of matrices[first:last] on these rows and columns, the elements of their widest intermediate, and their cost."""
     now, steps = [m.p for m in matrices[first:last]], list[Step]()
     widest, cost = 0, 0.0
