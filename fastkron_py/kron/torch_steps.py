@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
-from operator import add, mul
+from operator import add
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -301,12 +301,12 @@ def _turns(step: Step, sizes: Sizes) -> bool:
 
 def kernel_time(prices: KernelTerms, terms: KernelTerms) -> float:
     """Modelled nanoseconds of the CPU kernel."""
-    return sum(map(mul, prices, terms))
+    return sum([price * number for price, number in zip(prices, terms, strict=True)])
 
 
 def products_time(prices: ProductTerms, terms: ProductTerms, threads: int) -> float:
     """Likewise of `small_multiply`."""
-    of_each = [*map(mul, prices, terms)]
+    of_each = [price * number for price, number in zip(prices, terms, strict=True)]
     work = sum(of_each[3:])
     return sum(of_each[:3]) + (work if work < ALONE else max(ALONE, work / threads))
 
