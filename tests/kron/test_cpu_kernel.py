@@ -33,6 +33,7 @@ PROBLEMS = {
     "one element first": (1, 9, 1, [(1, 1), (3, 1), (2, 5), (1, 1), (4, 3)]),
     "one element last": (1, 9, 1, [(4, 5), (3, 1)]),
     "widening": (1, 5, 1, [(3, 40), (2, 33)]),
+    "rows of a wide result": (1, 21, 1, [(1, 3), (4, 829)]),
     "narrowing last": (1, 6, 1, [(2, 16), (16, 2), (4, 8)]),
     "a row beyond the cache": (1, 2, 1, [(50, 40), (60, 50), (30, 40)]),
     "columns": (1, 1, 37, [(4, 5), (6, 3), (2, 2)]),
@@ -344,6 +345,18 @@ def test_few_rows_are_shared_evenly():
 def test_few_rows_have_as_many_units_for_each_thread():
     (stage,) = planned([(340, 340)], columns=1075, threads=2).stages
     assert -(-stage.columns // stage.unit_columns) % 2 == 0
+
+
+def test_units_of_few_rows_are_even():
+    """Rows are not rounded to blocks that leave one thread with more of them."""
+    first, _ = planned([(25, 25), (375, 375)], columns=3, threads=2, is_gradient=True, is_copied=True).stages
+    assert (first.rows, first.unit_rows) == (25, 13)
+
+
+def test_stages_are_shared_by_their_cost():
+    """Few multiply-adds in narrow vectors take as long as many in whole ones."""
+    (narrow,), (wide,) = planned([(2, 2), (3, 3)], 8192, threads=2).stages, planned([(16, 16), (8, 8)], columns=80, threads=2).stages
+    assert (narrow.is_shared, wide.is_shared) == (True, False)
 
 
 def test_stages_hold_their_intermediates_in_cache():
