@@ -31,7 +31,7 @@ VECTOR_BYTES = 64 if HAS_512_BITS else 32
 TERMS = 256  # of sums that are added up: longer ones would round more, and their vectors leave the first level of cache
 PACKED_ROWS = 64  # of scalars at least, for which vectors that lie apart are copied side by side: else their places in L1 and pages collide
 PACKED_BYTES = 1 << 15  # from the first one to the last, at least
-NEAR_BYTES = 1 << 15  # of all vectors, and of some rows of the result, which then leave the first level of cache together
+NEAR_BYTES, FAR_BYTES = 1 << 15, 1 << 18  # of vectors, or rows of a result, in the first level of cache; of results in the second one
 ROWS = 8 if HAS_512_BITS else 4  # of sums, in 32 or 16 registers
 
 
@@ -367,9 +367,9 @@ def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
     for first in range(0, terms, TERMS):
         here, adds = min(TERMS, terms - first), adds_all or first > 0
         is_packed = rows >= PACKED_ROWS and here * vp * size > PACKED_BYTES
-        # Rows of a result that leave the first level of cache are written whole, as far as all vectors stay there.
-        most = NEAR_BYTES // (width * size) // ROWS * ROWS
-        most = max(most, ROWS) if here * width * size <= NEAR_BYTES and not is_packed else rows
+        # Of a result that leaves the second level of cache, rows are written whole, if all vectors stay in the first one.
+        is_far = rows * yi * size > FAR_BYTES and here * width * size <= NEAR_BYTES and not is_packed
+        most = max(NEAR_BYTES // (width * size) // ROWS, 1) * ROWS if is_far else rows
         for row in range(0, rows, most):
             u, w, z, left = s + (first * sp + row * si) * size, v + first * vp * size, y + row * yi * size, width
             some = min(most, rows - row)
