@@ -370,7 +370,8 @@ def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
         # Of a result that leaves the second level of cache, rows are written whole, if all vectors stay in the first one.
         is_far = rows * yi * size > FAR_BYTES and here * width * size <= NEAR_BYTES and not is_packed
         most = max(NEAR_BYTES // (width * size) // ROWS, 1) * ROWS if is_far else rows
-        for row in range(0, rows, most):
+        row = 0
+        while row < rows:  # a range would divide
             u, w, z, left = s + (first * sp + row * si) * size, v + first * vp * size, y + row * yi * size, width
             some = min(most, rows - row)
             while left > 0:
@@ -385,6 +386,7 @@ def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
                 else:
                     _narrow(kind, u, si, sp, near, stride, z, yi, some, here, left, adds)
                 w, z, left = w + done * size, z + done * size, left - done
+            row += most
 
 
 @numba.njit(error_model="numpy")
