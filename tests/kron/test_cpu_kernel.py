@@ -33,7 +33,6 @@ PROBLEMS = {
     "one element first": (1, 9, 1, [(1, 1), (3, 1), (2, 5), (1, 1), (4, 3)]),
     "one element last": (1, 9, 1, [(4, 5), (3, 1)]),
     "widening": (1, 5, 1, [(3, 40), (2, 33)]),
-    "rows of a wide result": (1, 1, 1, [(1, 301), (4, 829)]),
     "narrowing last": (1, 6, 1, [(2, 16), (16, 2), (4, 8)]),
     "a row beyond the cache": (1, 2, 1, [(50, 40), (60, 50), (30, 40)]),
     "columns": (1, 1, 37, [(4, 5), (6, 3), (2, 2)]),
@@ -99,6 +98,13 @@ def test_values(dtype, units, threads):
     x, large = torch.empty(1, 5, 600, 1, dtype=dtype, device="meta"), torch.empty(1, 600, 500, dtype=dtype, device="meta")
     assert not fused.takes(x, [large], is_gradient=True)  # by torch's products
     assert not fused.takes(x, [torch.empty(1, 500, 600, dtype=dtype, device="meta").mT])
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_rows_of_a_wide_result(dtype, threads):
+    """A result beyond the cache is written in groups of rows, the last of which are fewer."""
+    x, *factors = (torch.randn(1, *shape, dtype=torch.float64).to(dtype) for shape in [(2, 4, 1), (1, 301), (4, 829)])
+    check(x, factors)
 
 
 def test_factors_of_another_dtype():
