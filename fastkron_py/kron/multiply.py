@@ -167,7 +167,8 @@ class Multiply(NamedTuple):
         if small is not None and takes:
             (_, rows, _, columns), shapes = problem.x.shape, [(f.shape[1], f.shape[2]) for f in problem.factors]
             is_one = len(torch_steps.real_factors(shapes)) == 1 and x.dtype != torch.float16
-            takes = not (is_one or is_by_products(x, shapes, rows, columns, left, False))
+            sizes = Sizes(tuple(shapes), 1, rows, columns, x.element_size(), torch.get_num_threads(), False, left)
+            takes = not (is_one or is_by_products(x, sizes))
         planned = lru_cache(maxsize=8)(partial(fused.fused, x_layout, layouts))
 
         def multiply(*given: Any) -> Tensor:
@@ -300,13 +301,14 @@ def small_product(
     shapes = [(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors]
     real = [shapes[i] for i in torch_steps.real_factors(shapes)]
     is_one_product = len(real) == 1 and not backward and not widens(x, factors)  # whose result is nearly all the memory that it takes
+    sizes = Sizes(tuple(shapes), 1, rows, columns, max(4, x.element_size()), torch.get_num_threads(), backward, left)
     takes = build.device.type == "cpu" and compiled.is_installed() and fused.takes(x, factors, is_gradient=backward)
-    is_faster = takes and is_by_products(x, shapes, rows, columns, left, backward)
+    is_faster = takes and is_by_products(x, sizes)
     if not (is_one_product or is_faster or torch_steps.is_small(real, rows * columns)):
         return None
     if backward and takes and not (is_faster or torch_steps.is_least(real, rows * columns)):
         return None
-    multiply_small = torch_steps.small_multiply(shapes, rows, columns, shape, left)
+    multiply_small = torch_steps.small_multiply(sizes, shape, left)
 
     def multiply(x: Tensor, *given: Any) -> Tensor:
         factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
@@ -318,9 +320,8 @@ def small_product(
     return multiply if is_one_product else torch_steps.in_float32(multiply, x.dtype)
 
 
-def is_by_products(x: Tensor, shapes: Sequence[tuple[int, int]], rows: int, columns: int, left: bool, is_gradient: bool) -> bool:
-    """Whether torch's products of factors of these shapes take less time than the CPU kernel, which keeps half types in float32."""
-    sizes = Sizes(tuple(shapes), 1, rows, columns, x.element_size(), torch.get_num_threads(), is_gradient, left)
+def is_by_products(x: Tensor, sizes: Sizes) -> bool:
+    """Whether torch's products take less time than the CPU kernel, which keeps half types in float32."""
     return x.dtype not in HALF_DTYPES and torch_steps.is_faster(sizes)
 
 

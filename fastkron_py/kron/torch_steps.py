@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
+from operator import add
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastkron_py.kron.cpu.plan import VECTOR as VECTOR_BYTES
-from fastkron_py.kron.cpu.plan import Sizes, cost, in_order
+from fastkron_py.kron.cpu.plan import Sizes, cost, in_order, plan
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.runtime.gpu import zen
 from fastkron_py.tiling import torch_products
-from fastkron_py.tiling.cpu_costs import ALONE, ONEDNN_TERMS, PRODUCTS, SHARE, VECTOR
+from fastkron_py.tiling.cpu_costs import ALONE, KERNEL, LEAST_WORK, ONEDNN_TERMS, PRODUCTS, SHARE, VECTOR, KernelTerms, ProductTerms
 from fastkron_py.tiling.torch_products import batch_parts, by_onednn, by_parts, matrix_product
 
 Shapes = Sequence[tuple[int, int]]
@@ -329,7 +330,8 @@ def _sum_by_onednn(a: Tensor, b: Tensor) -> Tensor | None:
 
 SMALL_ELEMENTS: Final = 1 << 20  # of operand and of result
 MOST_ELEMENTS: Final = 1 << 23  # likewise, where the CPU kernel takes longer
-MOST_KEPT: Final = 1 << 22  # likewise, where autograd keeps them for each factor
+MOST_KEPT: Final = 1 << 22  # likewise, where autograd keeps them for each factor, or a factor is large
+LARGE_ELEMENTS: Final = 1 << 18  # of such a factor, which each chunk of a larger operand would read again
 LEAST_ELEMENTS: Final = 1 << 13  # by which the CPU kernel's gradients take longer than autograd's of two products
 
 
@@ -341,7 +343,8 @@ def is_small(shapes: Shapes, elements: int) -> bool:
         elements: rows and columns of x: what its size is for one element of a row.
     """
     k, n = (math.prod([s[i] for s in shapes]) for i in (0, 1))
-    return elements * max(k, n) <= SMALL_ELEMENTS or (len(shapes) == 1 and k * n > BLOCK_ELEMENTS)
+    most = MOST_KEPT if max([p * q for p, q in shapes]) > LARGE_ELEMENTS else SMALL_ELEMENTS
+    return elements * max(k, n) <= most or (len(shapes) == 1 and k * n > BLOCK_ELEMENTS)
 
 
 def is_least(shapes: Shapes, elements: int) -> bool:
@@ -355,41 +358,74 @@ def is_faster(sizes: Sizes) -> bool:
 
     It never does on AMD's CPUs, for which MKL has no AVX-512 kernels, and not for large x, whose intermediates it would keep.
     """
-    of, shapes, vector = PRODUCTS[sizes.is_gradient], [sizes.shapes[i] for i in real_factors(sizes.shapes)], VECTOR_BYTES // sizes.itemsize
     elements = sizes.rows * sizes.columns * max([math.prod(side) for side in zip(*sizes.shapes, strict=True)])
     if zen() or sizes.groups > 1 or elements > (MOST_KEPT if sizes.is_gradient else MOST_ELEMENTS):
         return False
-    calls, work = int(len(shapes) < len(sizes.shapes)), 0.0
-    for step in steps_of(tuple(shapes)):
-        p, q, count, after = step.p, step.q, sizes.rows * step.before, step.after * sizes.columns
-        calls += step.last - step.first
-        is_turned = has_few_columns(p, q, count, after)
-        batch = count if after > 1 < count and not is_turned else 0
-        lines, width = (count * after, q) if after == 1 or is_turned else (count * q, after)
-        written = lines * -(-width // vector)
-        moved = count * after * (p + q) * (1 + is_turned) + p * q + batch * p * q * sizes.is_gradient  # of a sum over the batch
-        work += of.multiply_add * p * written + of.written * written + of.matrix * batch + of.byte * sizes.itemsize * moved
-    shared = work if work < ALONE else max(ALONE, work / sizes.threads)
+    kernel = kernel_time(KERNEL[sizes.is_gradient], kernel_terms(sizes))
+    return products_time(PRODUCTS[sizes.is_gradient], product_terms(sizes), sizes.threads) < SHARE * kernel
+
+
+def kernel_terms(sizes: Sizes) -> KernelTerms:
+    """The terms of the CPU kernel's time."""
     multiply_adds, nbytes = cost(sizes)
-    kernel = of.kernel + of.kernel_factor * len(sizes.shapes) + of.kernel_multiply_add * multiply_adds + of.kernel_byte * nbytes
-    return of.call * calls + shared < SHARE * kernel
+    return KernelTerms(1, len(sizes.shapes), sum([stage.is_shared for stage in plan(sizes).stages]), multiply_adds, nbytes)
 
 
-def small_multiply(shapes: Shapes, rows: int, columns: int, shape: tuple[int, ...], is_transposed: bool) -> Callable[..., Tensor]:
+def product_terms(sizes: Sizes) -> ProductTerms:
+    """The terms of the time of `small_multiply`."""
+    shapes = [sizes.shapes[i] for i in real_factors(sizes.shapes)]
+    total = ProductTerms(1, int(len(shapes) < len(sizes.shapes)), *[0] * 7)
+    for step in steps_of(tuple(shapes)):
+        total = ProductTerms(*map(add, total, _step_terms(step, sizes, _turns(step, sizes))))
+    return total
+
+
+def _step_terms(step: Step, sizes: Sizes, is_turned: bool) -> ProductTerms:
+    """Those of a step: of one product if a batch's operands are turned for it, else of a batch."""
+    p, q, count, after = step.p, step.q, sizes.rows * step.before, step.after * sizes.columns
+    batch, vector, elements = count if after > 1 < count and not is_turned else 0, VECTOR_BYTES // sizes.itemsize, count * after * (p + q)
+    lines, width = (count * after, q) if after == 1 or is_turned else (count * q, after)
+    written = lines * -(-width // vector)
+    moved = sizes.itemsize * (elements + p * q + batch * p * q * sizes.is_gradient)  # of a sum over the batch
+    multiply_adds = p * written if width > 1 else p * lines / vector
+    work = (0, 0, 0, batch * p * q * after) if batch and p * q * after < LEAST_WORK else (multiply_adds, written, batch, 0)
+    return ProductTerms(0, 1, step.last - step.first - 1, *work, elements * is_turned, moved)
+
+
+def _turns(step: Step, sizes: Sizes) -> bool:
+    """Whether a batch takes longer than one product, for which its operands are turned, by the model."""
+    if step.after * sizes.columns == 1 or sizes.rows * step.before == 1:
+        return False
+    turned, batch = (products_time(PRODUCTS[sizes.is_gradient], _step_terms(step, sizes, turns), 1) for turns in (True, False))
+    return turned < batch
+
+
+def kernel_time(prices: KernelTerms, terms: KernelTerms) -> float:
+    """Modelled nanoseconds of the CPU kernel."""
+    return sum([price * number for price, number in zip(prices, terms, strict=True)])
+
+
+def products_time(prices: ProductTerms, terms: ProductTerms, threads: int) -> float:
+    """Likewise of `small_multiply`."""
+    of_each = [price * number for price, number in zip(prices, terms, strict=True)]
+    work = sum(of_each[3:])
+    return sum(of_each[:3]) + (work if work < ALONE else max(ALONE, work / threads))
+
+
+def small_multiply(sizes: Sizes, shape: tuple[int, ...], is_transposed: bool) -> Callable[..., Tensor]:
     """A function of x, the factors, z or None, alpha and beta to the result, which is contiguous.
 
     Factors of one element scale x or the smallest of the others, whichever has fewer elements. x has rows * K * columns elements in this
     order, of any shape and strides. z expands to the result's shape.
 
     Args:
-        shapes: (P_i, Q_i) of the factors.
-        rows: of x.
-        columns: of x.
+        sizes: of the multiply, or of one with gradients.
         shape: of the result.
         is_transposed: whether factors are ``[Q_i, P_i]``, as the left form has them: autograd would otherwise see two transposes.
     """
+    shapes, rows, columns = sizes.shapes, sizes.rows, sizes.columns
     places = real_factors(shapes)
-    steps = [(s.first, s.last, _small_product(s, rows, columns, is_transposed)) for s in steps_of(tuple([shapes[i] for i in places]))]
+    steps = [(s.first, s.last, _small_product(s, sizes, is_transposed)) for s in steps_of(tuple([shapes[i] for i in places]))]
     units = [i for i in range(len(shapes)) if i not in places]
     smallest = min(range(len(places)), key=lambda i: math.prod(shapes[places[i]]))
     scales_x = rows * columns * math.prod([p for p, _ in shapes]) < math.prod(shapes[places[smallest]])
@@ -415,14 +451,14 @@ def real_factors(shapes: Shapes) -> list[int]:
     return [i for i, s in enumerate(shapes) if tuple(s) != (1, 1)] or [0]
 
 
-def _small_product(step: Step, rows: int, columns: int, is_transposed: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def _small_product(step: Step, sizes: Sizes, is_transposed: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """A function of a mode ``[n, P, after]`` and its factor to the product, with its elements in order ``[n, Q, after]``."""
-    p, q, count, after = step.p, step.q, rows * step.before, step.after * columns
+    p, q, count, after = step.p, step.q, sizes.rows * step.before, step.after * sizes.columns
     if after == 1:
         return lambda x, f: matrix_product(x.reshape(count, p), f.mT if is_transposed else f, True)
     if count == 1:
         return lambda x, f: matrix_product(f if is_transposed else f.mT, x.reshape(p, after), False)
-    if has_few_columns(p, q, count, after):
+    if _turns(step, sizes):
         return lambda x, f: _columns_product(x.reshape(count, p, after), f.mT if is_transposed else f)
     return lambda x, f: batch_product((f if is_transposed else f.mT).expand(count, q, p), x.reshape(count, p, after))
 

@@ -45,24 +45,36 @@ class OneDNN(NamedTuple):
     most_written: float = math.inf  # elements of a result, in new memory, up to which it is
 
 
-class Products(NamedTuple):
-    """Constants of small products of factors by BLAS, one call for each, and of the fused kernel; with gradients or without."""
+class KernelTerms(NamedTuple):
+    """Terms of the time of the fused kernel: their numbers in a problem, or their prices in nanoseconds."""
 
+    call: float
+    factor: float
+    stage: float  # that threads share
+    multiply_add: float  # of a vector of 64 bytes: see `kron.cpu.plan.cost`
+    byte: float
+
+
+class ProductTerms(NamedTuple):
+    """Likewise of small products of factors by BLAS, one call for each; threads share those from `multiply_add` on."""
+
+    start: float
     call: float  # into torch
-    multiply_add: float  # of a vector of 64 bytes
-    byte: float  # read or written
-    matrix: float  # of a batch
+    merged: float  # a factor that is multiplied out with its neighbours
+    multiply_add: float  # of a vector
     written: float  # a vector of the result
-    kernel: float  # a call
-    kernel_factor: float
-    kernel_multiply_add: float  # of a vector: see `kron.cpu.plan.cost`
-    kernel_byte: float
+    matrix: float  # of a batch
+    one_by_one: float  # a multiply-add of a batch whose products have fewer than `LEAST_WORK`, for which torch has a loop
+    turned: float  # an element of an operand that is copied
+    byte: float  # read or written
 
 
 _PRODUCTS: Final = figures("products beside the cpu kernel")
 ALONE: Final = float(_PRODUCTS["alone"])  # of work, up to which one thread does it
 SHARE: Final = float(_PRODUCTS["share"])  # of the kernel's time, which products take at most: it keeps little work in one thread
-PRODUCTS: Final = {is_gradient: Products(**_PRODUCTS["backward" if is_gradient else "forward"]) for is_gradient in (False, True)}
+LEAST_WORK: Final = 400
+KERNEL: Final = {kind == "backward": KernelTerms(**_PRODUCTS[kind]["kernel"]) for kind in ("forward", "backward")}
+PRODUCTS: Final = {kind == "backward": ProductTerms(**_PRODUCTS[kind]["products"]) for kind in ("forward", "backward")}
 BLAS: Final = Blas(**figures("blas"))
 ONEDNN: Final = {int(generation): OneDNN(**of) for generation, of in figures("onednn").items()}  # by AMD's generation: `zen`
 

@@ -100,6 +100,13 @@ def test_values(dtype, units, threads):
     assert not fused.takes(x, [torch.empty(1, 500, 600, dtype=dtype, device="meta").mT])
 
 
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_rows_of_a_wide_result(dtype, threads):
+    """A result beyond the cache is written in groups of rows, the last of which are fewer."""
+    x, *factors = (torch.randn(1, *shape, dtype=torch.float64).to(dtype) for shape in [(2, 4, 1), (1, 301), (4, 829)])
+    check(x, factors)
+
+
 def test_factors_of_another_dtype():
     x, factors = make("primes", torch.bfloat16)
     check(x, [factors[0].float(), *factors[1:]])
@@ -344,6 +351,18 @@ def test_few_rows_are_shared_evenly():
 def test_few_rows_have_as_many_units_for_each_thread():
     (stage,) = planned([(340, 340)], columns=1075, threads=2).stages
     assert -(-stage.columns // stage.unit_columns) % 2 == 0
+
+
+def test_units_of_few_rows_are_even():
+    """Rows are not rounded to blocks that leave one thread with more of them."""
+    first, _ = planned([(25, 25), (375, 375)], columns=3, threads=2, is_gradient=True, is_copied=True).stages
+    assert (first.rows, first.unit_rows) == (25, 13)
+
+
+def test_stages_are_shared_by_their_cost():
+    """Few multiply-adds in narrow vectors take as long as many in whole ones."""
+    (narrow,), (wide,) = planned([(2, 2), (3, 3)], 8192, threads=2).stages, planned([(16, 16), (8, 8)], columns=80, threads=2).stages
+    assert (narrow.is_shared, wide.is_shared) == (True, False)
 
 
 def test_stages_hold_their_intermediates_in_cache():

@@ -246,7 +246,8 @@ def test_small_products_and_their_recorded_gradients(left, shapes):
     arguments = [t.requires_grad_() for t in (x, *factors)]
     truth = reference.kron_matmul(x, factors, alpha=0.5, beta=2.0, z=dy, left=left)
     gradients = torch.autograd.grad(truth, arguments, dy)
-    y = torch_steps.small_multiply(shapes, 1 if left else rows, rows if left else 1, tuple(dy.shape), left)(x, factors, dy, 0.5, 2.0)
+    sizes = Sizes(tuple(shapes), 1, 1 if left else rows, rows if left else 1, 8, 1, True, left)
+    y = torch_steps.small_multiply(sizes, tuple(dy.shape), left)(x, factors, dy, 0.5, 2.0)
     assert y.is_contiguous()
     assert_close(y.detach(), truth.detach())
     for got, wanted in zip(torch.autograd.grad(y, arguments, dy), gradients, strict=True):
@@ -280,6 +281,28 @@ def test_the_model_of_the_kernel_and_of_products(monkeypatch):
         assert torch_steps.is_faster(few) is (generation == 0)
         assert not torch_steps.is_faster(many)
         assert not torch_steps.is_faster(few._replace(columns=1 << 14))
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_batches_of_few_elements_are_one_product(left):
+    """torch multiplies those of a batch in a scalar loop; the products' derivatives are none of a batch either."""
+    rows = 3 if left else 700
+    x, f, g = (normal(*(s[::-1] if left else s)).requires_grad_() for s in [(rows, 40), (10, 7), (4, 3)])
+    sizes = Sizes(((10, 7), (4, 3)), 1, 1 if left else rows, rows if left else 1, 8, 1, True, left)
+    assert torch_steps.product_terms(sizes).one_by_one == torch_steps.product_terms(sizes).matrix == 0
+    y = torch_steps.small_multiply(sizes, (21, rows) if left else (rows, 21), left)(x, [f, g], None, 1.0, 0.0)
+    truth = reference.kron_matmul(x, [f, g], left=left)
+    assert_close(y.detach(), truth.detach())
+    dy = normal(*y.shape)
+    for got, wanted in zip(torch.autograd.grad(y, (x, f, g), dy), torch.autograd.grad(truth, (x, f, g), dy), strict=True):
+        assert_close(got, wanted, magnitude=wanted.abs().max().expand_as(wanted))
+
+
+def test_products_with_a_large_factor_are_not_cut():
+    """Each chunk would read the factor again."""
+    assert torch_steps.is_small([(1153, 1153), (2, 2)], 900)
+    assert not torch_steps.is_small([(1153, 1153), (2, 2)], 9000)
+    assert not torch_steps.is_small([(48, 48), (48, 48)], 900)
 
 
 @pytest.mark.parametrize("rows", [1, 9])

@@ -31,6 +31,7 @@ VECTOR_BYTES = 64 if HAS_512_BITS else 32
 TERMS = 256  # of sums that are added up: longer ones would round more, and their vectors leave the first level of cache
 PACKED_ROWS = 64  # of scalars at least, for which vectors that lie apart are copied side by side: else their places in L1 and pages collide
 PACKED_BYTES = 1 << 15  # from the first one to the last, at least
+NEAR_BYTES, FAR_BYTES = 1 << 15, 1 << 18  # of vectors, or rows of a result, in the first level of cache; of results in the second one
 ROWS = 8 if HAS_512_BITS else 4  # of sums, in 32 or 16 registers
 
 
@@ -341,18 +342,21 @@ _pair, _single, _narrow = _columns(2, 1, False), _columns(1, 1, True), _columns(
 
 
 @numba.njit(error_model="numpy")
-def _read(kind, src, row_stride, k_stride, dst, rows, length, columns, element):
-    """``[rows, length, columns]`` of a kind of elements to contiguous ones."""
-    size, source = _size(kind), 2 if element else _size(kind)
+def _convert(kind, apart, row_stride, k_stride, dense, rows, length, columns, element, is_read):
+    """``[rows, length, columns]`` of a kind of elements to contiguous ones, or the reverse, to a half type."""
+    size, width = _size(kind), 2 if element else _size(kind)
     lanes = VECTOR_BYTES // size
     if k_stride == columns:  # columns lie in one line
         length, columns = 1, length * columns
     for row in range(rows):
         for k in range(length):
-            u = src + (row * row_stride + k * k_stride) * source
+            u = apart + (row * row_stride + k * k_stride) * width
             for j in range(0, columns, lanes):
-                _read_vector(kind, u + j * source, dst + j * size, columns - j, element)
-            dst += columns * size
+                if is_read:
+                    _read_vector(kind, u + j * width, dense + j * size, columns - j, element)
+                else:
+                    _write_vector(kind, dense + j * size, u + j * width, columns - j, element)
+            dense += columns * size
 
 
 @numba.njit(error_model="numpy")
@@ -363,19 +367,26 @@ def _product(kind, s, si, sp, v, vp, y, yi, rows, terms, width, adds_all):
     for first in range(0, terms, TERMS):
         here, adds = min(TERMS, terms - first), adds_all or first > 0
         is_packed = rows >= PACKED_ROWS and here * vp * size > PACKED_BYTES
-        u, w, z, left = s + first * sp * size, v + first * vp * size, y, width
-        while left > 0:
-            near, stride, done = w, vp, 2 * lanes if left >= 2 * lanes else lanes
-            if is_packed and left >= done:
-                _read(kind, w, 0, vp, panel, 1, here, done, SAME)
-                near, stride = panel, done
-            if left >= 2 * lanes:
-                _pair(kind, u, si, sp, near, stride, z, yi, rows, here, left, adds)
-            elif 2 * left > lanes:
-                _single(kind, u, si, sp, near, stride, z, yi, rows, here, left, adds)
-            else:
-                _narrow(kind, u, si, sp, near, stride, z, yi, rows, here, left, adds)
-            w, z, left = w + done * size, z + done * size, left - done
+        # Of a result that leaves the second level of cache, rows are written whole, if all vectors stay in the first one.
+        is_far = rows * yi * size > FAR_BYTES and here * width * size <= NEAR_BYTES and not is_packed
+        most = max(NEAR_BYTES // (width * size) // ROWS, 1) * ROWS if is_far else rows
+        row = 0
+        while row < rows:  # a range would divide
+            u, w, z, left = s + (first * sp + row * si) * size, v + first * vp * size, y + row * yi * size, width
+            some = min(most, rows - row)
+            while left > 0:
+                near, stride, done = w, vp, 2 * lanes if left >= 2 * lanes else lanes
+                if is_packed and left >= done:
+                    _convert(kind, w, 0, vp, panel, 1, here, done, SAME, True)
+                    near, stride = panel, done
+                if left >= 2 * lanes:
+                    _pair(kind, u, si, sp, near, stride, z, yi, some, here, left, adds)
+                elif 2 * left > lanes:
+                    _single(kind, u, si, sp, near, stride, z, yi, some, here, left, adds)
+                else:
+                    _narrow(kind, u, si, sp, near, stride, z, yi, some, here, left, adds)
+                w, z, left = w + done * size, z + done * size, left - done
+            row += most
 
 
 @numba.njit(error_model="numpy")
@@ -450,21 +461,6 @@ def _gradient(kind, read, written, before, after, y, rows, is_last, turned, adds
             _product(kind, src + row * src_row * size, 1, P, g + row * g_row * size, Q, y, Q, P, before, Q, adds or row > 0)
 
 
-@numba.njit(error_model="numpy")
-def _round(kind, src, dst, row_stride, k_stride, rows, length, columns, element):
-    """The reverse, to a half type."""
-    size = _size(kind)
-    lanes = VECTOR_BYTES // size
-    if k_stride == columns:
-        length, columns = 1, length * columns
-    for row in range(rows):
-        for k in range(length):
-            w = dst + (row * row_stride + k * k_stride) * 2
-            for j in range(0, columns, lanes):
-                _write_vector(kind, src + j * size, w + j * 2, columns - j, element)
-            src += columns * size
-
-
 # ---- what is called from C: integers as `layout` describes them -------------------------------------
 
 
@@ -491,7 +487,7 @@ def stage(p, kind):
             given = x + (group * x_group + row * x_row + column) * x_size, x_row, x_k
             result = y + (group * y_group + row * y_row + column) * y_size, y_row, y_k
             if x_kind or (is_whole and x_k != columns):
-                _read(kind, given[0], x_row, x_k, first, rows, length, columns, x_kind)
+                _convert(kind, given[0], x_row, x_k, first, rows, length, columns, x_kind, True)
                 given = first, length * columns, columns
             source = given
             for i in range(reads):
@@ -509,7 +505,7 @@ def stage(p, kind):
                 length_out = length
                 if g_kind or p[30] != columns:
                     copy = first + steps * buffer
-                    _read(kind, source[0], p[29], p[30], copy, rows, width, columns, g_kind)
+                    _convert(kind, source[0], p[29], p[30], copy, rows, width, columns, g_kind, True)
                     source = copy, width * columns, columns
                 for i in range(steps - 1, -1, -1):
                     o = HEAD + STEP * i
@@ -528,7 +524,7 @@ def stage(p, kind):
                     _step(kind, matrix, before, after, source, target, rows, columns, after * R == 1, turned)
                     source = target
             if y_kind:
-                _round(kind, source[0], result[0], y_row, y_k, rows, length_out, columns, y_kind)
+                _convert(kind, result[0], y_row, y_k, source[0], rows, length_out, columns, y_kind, False)
         part = _claim(p, 0)
 
 
@@ -542,7 +538,7 @@ def form(p, kind):
         b, bg, bp, bq, bP, bQ = p[o + 10], p[o + 11], p[o + 12], p[o + 13], p[o + 14], p[o + 15]
         for g in range(groups):
             if b_kind:
-                _read(kind, b + g * bg * 2, bp, bq, dst, bP, bQ, 1, b_kind)
+                _convert(kind, b + g * bg * 2, bp, bq, dst, bP, bQ, 1, b_kind, True)
                 dst += bP * bQ * size
                 continue
             for i in range(aP):

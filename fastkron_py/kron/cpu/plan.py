@@ -45,7 +45,7 @@ class Limits(NamedTuple):
     least_columns: int  # of a unit where each of its rows lies apart
     far_columns: int  # at least, of a unit with a matrix beyond the second level, or one alone: each pass over the matrix serves many
     far_rows: int  # likewise
-    thread_work: int  # multiply-adds, from which threads share a stage
+    thread_work: float  # multiply-adds of a vector, from which threads share a stage
 
 
 _OF: Final = figures("cpu kernel")
@@ -123,6 +123,7 @@ class Stage(NamedTuple):
         unit_columns: columns of a unit.
         buffer: elements of a buffer.
         is_shared: whether threads share it.
+        cost: of all its steps, in multiply-adds of a vector.
     """
 
     steps: tuple[Step, ...]
@@ -134,6 +135,7 @@ class Stage(NamedTuple):
     unit_columns: int
     buffer: int
     is_shared: bool
+    cost: float
 
 
 class Plan(NamedTuple):
@@ -165,9 +167,7 @@ def cost(sizes: Sizes) -> tuple[float, float]:
     for stage in stages:
         share = sizes.threads if stage.is_shared else 1
         moved += sizes.groups * stage.rows * stage.columns * (stage.length + stage.width) * sizes.itemsize / share
-        for i, before, after, by_rows, _ in stage.steps:
-            count, columns = stage.rows * before, stage.columns * after
-            work += _step_cost(sizes, matrices[i], count, columns, by_rows or columns == 1) / share
+        work += stage.cost / share
     return (work + cost(sizes._replace(is_gradient=False))[0] if sizes.is_gradient else work), moved
 
 
@@ -187,21 +187,23 @@ def _together(matrices: Sequence[Matrix]) -> tuple[int, int]:
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def _steps(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows: int = 1, columns: int = 1) -> tuple[list[Step], int, int]:
-    """The steps of matrices[first:last], the elements of their widest intermediate, and multiply-adds for a row and column."""
+def _steps(
+    sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows: int = 1, columns: int = 1
+) -> tuple[list[Step], int, float]:
+    """The steps of matrices[first:last] on these rows and columns, the elements of their widest intermediate, and their cost."""
     now, steps = [m.p for m in matrices[first:last]], list[Step]()
-    widest = work = 0
+    widest, cost = 0, 0.0
     for i in in_order([(m.p, m.q) for m in matrices[first:last]]):
         i += first
         before, after = math.prod(now[: i - first]), math.prod(now[i - first + 1 :])
         by_rows = _is_by_rows(sizes, matrices[i], rows * before, after * columns)
         is_turned = _is_turned(sizes, matrices[i], rows * before * after * columns if by_rows else 0)
         step = Step(i, before, after, by_rows and after * columns > 1, is_turned)
-        work += step.before * step.after * matrices[i].p * matrices[i].q
+        cost += _step_cost(sizes, matrices[i], rows * before, after * columns, by_rows)
         now[i - first] = matrices[i].q
         widest = max(widest, math.prod(now) if i != first else 0)
         steps.append(step)
-    return steps, widest, work
+    return steps, widest, cost
 
 
 def _is_by_rows(sizes: Sizes, matrix: Matrix, count: int, after: int) -> bool:
@@ -237,8 +239,9 @@ def _is_small(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -
 def _has_units(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int) -> bool:
     rows = sizes.groups * sizes.rows * math.prod([min(m.p, m.q) for m in matrices[:first]])
     columns = sizes.columns * math.prod([min(m.p, m.q) for m in matrices[last:]])
-    work, chunks = rows * columns * _steps(sizes, matrices, first, last)[2], -(-columns // LIMITS.least_columns)
-    return chunks >= sizes.threads or _are_even(sizes, rows * chunks) or work < LIMITS.thread_work * 2
+    chunks = -(-columns // LIMITS.least_columns)
+    is_enough = chunks >= sizes.threads or _are_even(sizes, rows * chunks)
+    return is_enough or _steps(sizes, matrices, first, last, rows // sizes.groups, columns)[2] < LIMITS.thread_work * 2
 
 
 def _are_even(sizes: Sizes, units: int) -> bool:
@@ -252,7 +255,7 @@ def _are_even(sizes: Sizes, units: int) -> bool:
 
 
 def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows: int, columns: int) -> Stage:
-    steps, buffer, work = _steps(sizes, matrices, first, last, rows, columns)
+    steps, buffer, cost = _steps(sizes, matrices, first, last, rows, columns)
     length, width = _together(matrices[first:last])
     widest = max(length, width, buffer)
     vectors = VECTOR // sizes.itemsize * 2
@@ -268,11 +271,11 @@ def _stage(sizes: Sizes, matrices: Sequence[Matrix], first: int, last: int, rows
     sharing = sizes.threads if sizes.groups * rows < 4 * sizes.threads else 1  # few rows: each thread has as many units
     unit_columns = columns if columns <= most else _evenly(columns, most, vectors, sharing)
     most_rows = max(fitting, 1, -(-LIMITS.far_rows // around)) // columns
-    unit_rows = max(1, min(most_rows, sizes.groups * rows // sizes.threads, rows))
-    unit_rows = unit_rows // LIMITS.block_rows * LIMITS.block_rows or unit_rows
+    # Threads get as many of few rows; of more, units have whole blocks.
+    block = LIMITS.block_rows if min(most_rows, rows // (4 * sizes.threads)) >= LIMITS.block_rows else 1
+    unit_rows = _evenly(rows, max(1, min(most_rows // block * block, rows)), block, sizes.threads if sizes.groups == 1 else 1)
     held = widest * unit_rows * unit_columns
-    is_shared = sizes.groups * rows * columns * work >= LIMITS.thread_work
-    return Stage(tuple(steps), rows, columns, length, width, unit_rows, unit_columns, held, is_shared)
+    return Stage(tuple(steps), rows, columns, length, width, unit_rows, unit_columns, held, cost >= LIMITS.thread_work, cost)
 
 
 def _evenly(total: int, most: int, unit: int, sharing: int) -> int:
