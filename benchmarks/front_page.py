@@ -129,52 +129,42 @@ def _scaling(grid: str) -> str:
     return times_text(found["alone"] / seconds)
 
 
-def _included(docs: str) -> list[list[str]]:
-    def row(what: str, page: str, *compared: tuple[str, str, str]) -> list[str]:
-        told = [f"{times_text(speed_up(name, baseline).mean)} the speed of {words}" for name, baseline, words in compared]
-        link, *rest = what.split("|")
-        return [
-            f"[{link}]({docs}guides/{page}.md){''.join(rest)}",
-            ", ".join(told),
-            "; ".join(dict.fromkeys(machine(n) for n, *_ in compared)),
-        ]
+# The page of a guide, the words that link to it and those behind them; then of each comparison: benchmark, baseline, and its words.
+INCLUDED: Final = (
+    (
+        ("operators", "Lazy operators", ": `solve`, `logdet`, `eigh`, samples"),
+        ("kron_solve", "Cholesky of the dense matrix", "a dense Cholesky solve"),
+    ),
+    (
+        ("kronecker", "Rotations and Hadamard transforms", ""),
+        ("rotate", "comfy-kitchen", "comfy-kitchen"),
+        ("hadamard", "fast_hadamard_transform", "fast_hadamard_transform"),
+    ),
+    (
+        ("kan", "Kolmogorov-Arnold networks", " over nine bases"),
+        ("poly_kan_backward", "torch.compile of the recurrence", "`torch.compile`, with gradients"),
+    ),
+    (
+        ("kat", "Kolmogorov-Arnold transformers", " in timm"),
+        ("kat", "FlashKAT's algorithm", "FlashKAT's algorithm"),
+        ("kat", "ViT", "a ViT"),
+    ),
+    (
+        ("gated_mlp", "Gated MLPs", " of Llama, Mistral, Qwen and Gemma"),
+        ("gated", "cuBLAS + SwiGLU kernel", "cuBLAS and a SwiGLU kernel"),
+    ),
+)
 
-    columns, rows = _scaling("1 x 4"), _scaling("4 x 1")
-    return [
-        ["also included", "you get", "measured on"],
-        row(
-            "Lazy operators|: `solve`, `logdet`, `eigh`, samples",
-            "operators",
-            ("kron_solve", "Cholesky of the dense matrix", "a dense Cholesky solve"),
-        ),
-        row(
-            "Rotations and Hadamard transforms",
-            "kronecker",
-            ("rotate", "comfy-kitchen", "comfy-kitchen"),
-            ("hadamard", "fast_hadamard_transform", "fast_hadamard_transform"),
-        ),
-        row(
-            "Kolmogorov-Arnold networks| over nine bases",
-            "kan",
-            ("poly_kan_backward", "torch.compile of the recurrence", "`torch.compile`, with gradients"),
-        ),
-        row(
-            "Kolmogorov-Arnold transformers| in timm",
-            "kat",
-            ("kat", "FlashKAT's algorithm", "FlashKAT's algorithm"),
-            ("kat", "ViT", "a ViT"),
-        ),
-        row(
-            "Gated MLPs| of Llama, Mistral, Qwen and Gemma",
-            "gated_mlp",
-            ("gated", "cuBLAS + SwiGLU kernel", "cuBLAS and a SwiGLU kernel"),
-        ),
-        [
-            f"[Many GPUs]({docs}guides/many_gpus.md): torchrun, mpirun or Slurm",
-            f"four have {columns} to {rows} the speed of one",
-            machine("distributed_4_h200"),
-        ],
-    ]
+
+def _included(docs: str) -> list[list[str]]:
+    rows = [["also included", "you get", "measured on"]]
+    for (page, link, rest), *compared in INCLUDED:
+        told = [f"{times_text(speed_up(name, baseline).mean)} the speed of {words}" for name, baseline, words in compared]
+        machines = dict.fromkeys(machine(name) for name, *_ in compared)
+        rows.append([f"[{link}]({docs}guides/{page}.md){rest}", ", ".join(told), "; ".join(machines)])
+    columns, whole = _scaling("1 x 4"), _scaling("4 x 1")
+    many = f"[Many GPUs]({docs}guides/many_gpus.md): torchrun, mpirun or Slurm"
+    return [*rows, [many, f"four have {columns} to {whole} the speed of one", machine("distributed_4_h200")]]
 
 
 def _comparisons(docs: str) -> list[list[str]]:
