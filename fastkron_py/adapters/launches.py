@@ -14,7 +14,8 @@ from fastkron_py.adapters.plan import FactorSize
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import next_power_of_two
-from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.kernels import LaunchConfig
+from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.program import Scalar
 from fastkron_py.tiling.products import arithmetic
 

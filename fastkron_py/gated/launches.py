@@ -18,7 +18,8 @@ from fastkron_py.gated.program import Options, Wide
 from fastkron_py.gated.torch_backend import hidden_size
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
-from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.kernels import LaunchConfig
+from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.tiling.gemm_launch import Gemm, add_gemm, add_rowwise, takes_descriptor
 from fastkron_py.tiling.products import arithmetic

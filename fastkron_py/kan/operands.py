@@ -14,7 +14,8 @@ from torch import Tensor
 from fastkron_py.kan.kernels.operands import _low_halves_kernel, _spread_sums_kernel, _transpose_kernel
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import next_power_of_two
-from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.kernels import LaunchConfig
+from fastkron_py.runtime.launch import Launcher
 from fastkron_py.tiling.torch_products import column_sums
 
 _TILE: Final = 64  # rows and columns of a tile that is transposed

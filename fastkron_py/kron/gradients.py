@@ -27,7 +27,8 @@ from fastkron_py.kron.problem import Problem, contiguous_problem
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import next_power_of_two
-from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.kernels import LaunchConfig
+from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.program import Scalar
 from fastkron_py.tiling.products import sum_launcher
 

@@ -25,7 +25,7 @@ from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.checks import HALF_DTYPES, can_write, check_out, check_scalar, check_tensor, is_same
 from fastkron_py.runtime.eager import takes_fast_path
 from fastkron_py.runtime.errors import type_error, type_name, value_error
-from fastkron_py.runtime.kernels import gluon_kernel
+from fastkron_py.runtime.kernels import LaunchConfig, gluon_kernel
 from fastkron_py.runtime.operator import GradientCall, Operator, Saved
 from fastkron_py.runtime.precision import autocast_dtype
 from fastkron_py.runtime.precision import cast as cast_tensor
@@ -196,7 +196,7 @@ def has_launch(m: int, bits: int, dtype: torch.dtype, device: torch.device) -> b
 
 def hadamard_launch(x: Tensor, matrix: Tensor | None, m: int, bits: int) -> Launcher:
     """The launch from x ``[rows, m * 2^bits]``, with neighbours in memory, the padded matrix, None where m is 1, and y, with the scale."""
-    from fastkron_py.runtime.launch import LaunchConfig, Launcher
+    from fastkron_py.runtime.launch import Launcher
 
     found = transform(m, bits, x.element_size())
     at_once = (1 << found.tile) // found.row

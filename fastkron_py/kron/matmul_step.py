@@ -24,7 +24,8 @@ from fastkron_py.kron.problem import LaunchProblem, batch_stride, in_words, part
 from fastkron_py.kron.torch_steps import Epilogue, matrices, mode_products, product, scaled_product, summed_products, wide_product
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import next_power_of_two
-from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.kernels import LaunchConfig
+from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.precision import has_precisions, to_be_set, torch_products
 from fastkron_py.runtime.program import Scalar
 from fastkron_py.tiling.gemm_launch import Gemm, add_gemm

@@ -137,7 +137,8 @@ def points_launch(x: Operand, points: int, dtype: torch.dtype) -> Launcher:
 
     from fastkron_py.kron.kernels.take_points import _take_points_kernel, _take_runs_kernel
     from fastkron_py.kron.problem import parts_of
-    from fastkron_py.runtime.launch import LaunchConfig, Launcher
+    from fastkron_py.runtime.kernels import LaunchConfig
+    from fastkron_py.runtime.launch import Launcher
 
     batches, rows, count, width = x.sizes
     run = min(next_power_of_two(width), _WIDEST)

@@ -472,7 +472,8 @@ def rounding_launch(rows: int, n: int, kind: str, device: torch.device) -> Launc
     if not _converts_to(kind, device):
         return None
     from fastkron_py.kron.kernels.quantize import _quantize_rows_kernel
-    from fastkron_py.runtime.launch import LaunchConfig, Launcher
+    from fastkron_py.runtime.kernels import LaunchConfig
+    from fastkron_py.runtime.launch import Launcher
 
     block = min(_WIDEST, max(32, next_power_of_two(n)))
     at_once = max(1, _WIDEST // 2 // block)

@@ -103,7 +103,8 @@ def launcher(made: Rotation, x: Tensor, factors: Sequence[Tensor], **options: An
     """
     from fastkron_py.kron.kernels.rotate import _rotate_rows_kernel, _rotate_segments_kernel
     from fastkron_py.runtime.backend import is_interpreting
-    from fastkron_py.runtime.launch import LaunchConfig, Launcher
+    from fastkron_py.runtime.kernels import LaunchConfig
+    from fastkron_py.runtime.launch import Launcher
 
     rows, groups = x.shape[0], made.warps * made.chunks
     strides = tuple([(0, *f.stride()) for f in factors]) or ((0, 0, 0),)

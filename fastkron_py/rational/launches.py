@@ -18,7 +18,8 @@ from fastkron_py.rational.plan import MEASURED, LaunchShape, RowWalk, Runs, line
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import VECTOR_BYTES
-from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.kernels import LaunchConfig
+from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.precision import wide_dtype
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.gemm import epilogue_plain

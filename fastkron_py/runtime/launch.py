@@ -19,7 +19,7 @@ from triton.runtime import driver as triton_driver
 from triton.runtime.errors import OutOfResources
 
 from fastkron_py.runtime import torch_internals
-from fastkron_py.runtime.kernels import LaunchConfig as LaunchConfig
+from fastkron_py.runtime.kernels import LaunchConfig
 
 logger = logging.getLogger("fastkron_py")
 

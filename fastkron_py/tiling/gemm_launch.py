@@ -12,7 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, Spanning, describe
-from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.kernels import LaunchConfig
+from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.program import FARTHEST, Scalar
 from fastkron_py.tiling import gemm_config as tuning
 from fastkron_py.tiling.gemm import _gemm_kernel, begin_nothing, prologue_plain, value_plain

@@ -9,7 +9,8 @@ import triton.language as tl
 from triton import knobs
 
 from fastkron_py.runtime.gpu import next_power_of_two
-from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.kernels import LaunchConfig
+from fastkron_py.runtime.launch import Launcher
 from fastkron_py.tiling.addresses import dot, round_to_tf32, scalar
 
 

@@ -108,7 +108,8 @@ class Kernel:
 def test_programs_run_by_the_front_door(caplog: pytest.LogCaptureFixture) -> None:
     """Every call of theirs, and right."""
     from fastkron_py.runtime.builder import Builder
-    from fastkron_py.runtime.launch import LaunchConfig, Launcher
+    from fastkron_py.runtime.kernels import LaunchConfig
+    from fastkron_py.runtime.launch import Launcher
 
     for kind, calls in ((Compiled, 1), (Ordered, 3)):
         kernel = Kernel(kind)
